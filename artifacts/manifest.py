@@ -26,6 +26,7 @@ from pydantic import (
 
 from llmc import plugins
 from llmc.artifacts.case_files import check_case_file, open_regular, read_bounded
+from llmc.artifacts.vision_input import VisionInput
 from llmc.artifacts.weight_file import WEIGHTS_NAME, read_weight_header
 from llmc.errors import LlmcError
 from llmc.limits import MAX_CHIPS
@@ -68,6 +69,7 @@ PROCESSOR = "processor.json"  # preprocessing of images and audio
 INPUT_FEATURES = "input_features"  # rows of features, input of an encoder without tokens
 ENCODER_INPUTS = ("input_ids", INPUT_FEATURES, "position_ids", "cu_seqlens")
 EMBEDS, EMBED_IDS = "embeds", "embed_ids"  # rows in place of token embeddings; their tokens
+IMAGE_ROWS = "rows"  # output of an image encoder
 HIDDEN = "hidden"  # features of every token: output of the model, input of its draft model
 HIDDEN_OUT = "hidden_out"
 POOLED = "pooled"  # output of a model whose task is not generation
@@ -96,7 +98,8 @@ CountOrNone = Annotated[int, Field(ge=0, le=_MAX_INT32)]
 LayerCount = Annotated[int, Field(ge=1, le=_MAX_LAYERS)]
 SizeName = Annotated[str, Field(
     pattern="^(num_tokens|num_logits|batch|batch_plus_1|num_memory_tokens|num_blocks|block_size"
-            "|max_blocks|num_states|num_embeds|lora_rows_[0-9]+|max_loras|max_lora_rank)$")]
+            "|max_blocks|num_states|num_embeds|image_[0-9]+|lora_rows_[0-9]+|max_loras"
+            "|max_lora_rank)$")]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_INT32)]
 DraftKind = Literal["eagle3", "mtp", "model", "assistant", "dflash"]
 DraftChain = Literal["tokens", "layers", "position", "block"]
@@ -133,7 +136,7 @@ class TensorInfo(_Frozen):
     """Input or output of an engine; a dimension is an integer or the name of a step's size."""
 
     name: str
-    dtype: DTypeName
+    dtype: DTypeName | Literal["bool"]
     shape: tuple[Count | SizeName, ...]
 
     @property
@@ -228,6 +231,21 @@ class EncoderProgram(_Frozen):
     steps: Steps
 
 
+class ImageEncoderProgram(_Frozen):
+    """The image encoder, on chip 0 alone.
+
+    It runs once per image. Its inputs are the arrays of the processor for this image, without
+    `image_grid_thw`, and those that `computed` computes from this grid. Sizes that depend on the
+    image are named `image_<i>`. Its outputs are `rows` and those of deep layers, `rows_0`, `rows_1`
+    and so on, each `[num_embeds, hidden_size]`. `steps` are like those of a `Chip`.
+    """
+
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    steps: Steps
+    computed: tuple[VisionInput, ...] = ()
+
+
 class DraftProgram(_Frozen):
     """The draft model, or one of its layers, on one chip.
 
@@ -275,6 +293,10 @@ class WeightForm(_Frozen):
     activation_group_size: Annotated[int, Field(ge=0)] = 0
 
 
+# Module of an embedding whose table is also the LM head's weight, in `LoraLayer`.
+TIED_TABLE = "embed_tokens"
+
+
 class LayerRows(_Frozen):
     """Consecutive rows of a compiled matrix, and the rows of a module's matrix that they are.
 
@@ -292,7 +314,9 @@ class LayerRows(_Frozen):
 
 
 class LoraLayer(_Frozen):
-    """A linear layer of a chip that takes adapters.
+    """A linear layer of a chip that takes adapters, or its embedding.
+
+    An embedding is a layer of one-hot vectors: its inputs are the vocabulary.
 
     Its inputs are `<name>.lora_a` `[lora_rows_<group>, in_features]` and `<name>.lora_b`
     `[lora_rows_<group>, out_features]`. Layers of one group have equal modules; the input
@@ -363,6 +387,8 @@ class Chip(_Frozen):
     width]` or, with a row per token, `[num_tokens, width]`, and there is no `logits_indices`. Some
     of these models have an input `token_type_ids`, and those without a KV cache no `past_lens`.
 
+    With an `image` encoder, its rows are `embeds` of the tokens of images.
+
     `num_heads` has the number of query heads of each attention layer. `quantization` has the
     quantized weights by name. `states` are the recurrent states, named `state_<i>`.
     """
@@ -380,6 +406,7 @@ class Chip(_Frozen):
     draft: Annotated[DraftProgram | None, Field(exclude_if=_is_absent)] = None
     later_drafts: Annotated[tuple[DraftProgram, ...], Field(
         max_length=_MAX_LAYERS, exclude_if=_is_empty)] = ()
+    image: Annotated[ImageEncoderProgram | None, Field(exclude_if=_is_absent)] = None
     quantization: dict[str, WeightForm] = {}
     lora: Annotated[tuple[LoraLayer, ...], Field(
         max_length=_MAX_FILES, exclude_if=_is_empty)] = ()
@@ -396,9 +423,10 @@ class Chip(_Frozen):
 
     @property
     def all_steps(self) -> Steps:
-        """Steps of the encoder, if any, of the model, and of the draft model, if any."""
+        """Steps of the encoder, of the model, of the draft model and of the image encoder."""
         return (*(self.encoder.steps if self.encoder else ()), *self.steps,
-                *(step for draft in self.drafts for step in draft.steps))
+                *(step for draft in self.drafts for step in draft.steps),
+                *(self.image.steps if self.image else ()))
 
     @property
     def caches(self) -> dict[str, LayerCache]:
@@ -461,6 +489,10 @@ class Chip(_Frozen):
             self._check_dataflow(draft.steps, {*own, *read, *ENGINE_INPUTS, *self.features},
                                  {*(f"{name}_out" for name in own), "logits"})
             self._check_listed(draft.inputs, draft.outputs, draft.steps)
+        if self.image:
+            self._check_dataflow(self.image.steps, {own.name for own in self.image.inputs},
+                                 {own.name for own in self.image.outputs})
+            self._check_listed(self.image.inputs, self.image.outputs, self.image.steps)
         for step in self.all_steps:
             if isinstance(step, GraphStep) and not step.path.startswith(f"{self.path}/"):
                 raise ValueError(f"chip {self.rank} runs {step.path!r}, which is not in "
@@ -842,7 +874,12 @@ class Manifest(_Frozen):
                     None)
 
     @property
-    def kv_dtype(self) -> DTypeName:
+    def image(self) -> ImageEncoderProgram | None:
+        """The image encoder; None if the model takes no images."""
+        return self.chips[0].image
+
+    @property
+    def kv_dtype(self) -> str:
         """Dtype of the KV caches."""
         return next((tensor.dtype for tensor in self.chips[0].inputs
                      if tensor.name == "key_cache_0"), self.dtype)
@@ -874,6 +911,7 @@ class Manifest(_Frozen):
             if (chip.encoder is None) != (self.encoder is None):
                 raise ValueError(f"chip {chip.rank} has {'no' if self.encoder else 'an'} encoder, "
                                  f"unlike the model")
+            self._check_image(chip)
             if (chip.draft is None) != (self.draft is None):
                 raise ValueError(f"chip {chip.rank} has {'no' if self.draft else 'a'} draft model, "
                                  f"unlike the manifest")
@@ -1038,6 +1076,30 @@ class Manifest(_Frozen):
         if names != {f"memory_{kind}_{i}" for kind in ("key", "value") for i in range(layers)}:
             raise ValueError(f"chip {chip.rank}: the encoder's outputs, such as {min(names)!r}, "
                              f"must be a key and a value per layer")
+
+    def _check_image(self, chip: Chip) -> None:
+        """Check the image encoder's place, outputs and computed inputs."""
+        program = chip.image
+        if program is None:
+            return
+        if chip.rank or self.embeds_width is None or self.encoder or self.pooling \
+                or not self.target.spec.image_encoders:
+            raise ValueError(f"chip {chip.rank} has an image encoder, which this chip, this model "
+                             f"or target {self.target.kind} does not support")
+        if not any(entry.path == PROCESSOR for entry in self.files):
+            raise ValueError(f"chip {chip.rank} has an image encoder, but {PROCESSOR} is not "
+                             f"listed")
+        names = [IMAGE_ROWS, *(f"{IMAGE_ROWS}_{i}" for i in range(len(program.outputs) - 1))]
+        if [tensor.name for tensor in program.outputs] != names:
+            raise ValueError(f"chip {chip.rank}: the outputs of the image encoder must be "
+                             f"{', '.join(names)}")
+        for tensor in program.outputs:
+            tensor.require(self.dtype, ("num_embeds", self.embeds_width))
+        absent = {name for own in program.computed for name in own.names} - \
+            {tensor.name for tensor in program.inputs}
+        if absent:
+            raise ValueError(f"chip {chip.rank}: the image encoder has no input {min(absent)!r}, "
+                             f"which is computed")
 
     def _check_draft(self, chip: Chip) -> None:
         """Check names, dtypes and shapes of the draft model's inputs and outputs."""

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+GRID = "image_grid_thw"  # array of a processor: frames, rows and columns of an image's patches
+
 VisionFunction = Literal[
     "get_vision_cu_seqlens", "get_vision_position_ids", "get_vision_window_index",
     "get_vision_interpolation_indices_and_weights"]

@@ -12,6 +12,7 @@ from llmc import __version__
 from llmc.artifacts.adapter import ADAPTER_INFO, AdapterInfo, adapter_weights, write_adapter_info
 from llmc.artifacts.manifest import (
     MANIFEST_NAME,
+    TIED_TABLE,
     Chip,
     LoraLayer,
     Manifest,
@@ -59,7 +60,7 @@ def compile_adapter(peft_dir: str | Path, case_dir: str | Path, output: str | Pa
         raise LlmcError(f"'{case_dir}' takes no adapters; compile it again with --enable_lora, or "
                         f"{_MERGE}")
     adapter = read_peft(peft_dir)
-    _require_linear(adapter)
+    _require_factors(adapter)
     pairs = _pairs_of(adapter, manifest, case_dir)
     with new_directory(output, ADAPTER_INFO) as directory:
         files = []
@@ -79,17 +80,15 @@ def compile_adapter(peft_dir: str | Path, case_dir: str | Path, output: str | Pa
         return info
 
 
-def _require_linear(adapter: PeftAdapter) -> None:
-    """Reject what a request cannot bring: anything but factors of linear layers."""
+def _require_factors(adapter: PeftAdapter) -> None:
+    """Reject what a request cannot bring: anything but factors of layers."""
     if adapter.magnitudes:
         raise LlmcError(f"the adapter in '{adapter.directory}' uses DoRA, which scales the base's "
                         f"weights; {_MERGE}")
-    if adapter.embeddings:
-        raise LlmcError(f"the adapter in '{adapter.directory}' changes the embedding "
-                        f"'{next(iter(adapter.embeddings))}', which requests cannot; {_MERGE}")
-    if adapter.saved:
+    replaced = next((name for name in adapter.saved if name not in adapter.copies), None)
+    if replaced is not None:
         raise LlmcError(f"the adapter in '{adapter.directory}' replaces the parameter "
-                        f"'{next(iter(adapter.saved))}' of its base (modules_to_save or bias), "
+                        f"'{replaced}' of its base (modules_to_save or bias), "
                         f"which requests cannot; {_MERGE}")
 
 
@@ -102,8 +101,10 @@ def _pairs_of(adapter: PeftAdapter, manifest: Manifest, case_dir: Path) -> dict[
     layers = [layer for chip in manifest.chips for layer in chip.lora]
     sizes = _module_sizes(layers)
     pairs = {}
-    for name, pair in adapter.modules.items():
+    for name, pair in {**adapter.modules, **adapter.embeddings}.items():
         module = find_module(name, list(sizes))
+        if module is None and name in adapter.embeddings and TIED_TABLE in sizes:
+            module = TIED_TABLE
         if module is None:
             raise LlmcError(f"the adapter in '{adapter.directory}' changes '{name}', which is no "
                             f"layer of '{case_dir}' that takes adapters; give the adapter's own "

@@ -37,7 +37,7 @@ from llmc.compiler.frontend.tokenizer_config import FOLDER, TEMPLATE
 from llmc.compiler.graph.notes import Context
 from llmc.compiler.graph.rewrite import op_of
 from llmc.compiler.graph.weights import Weight
-from llmc.compiler.lower import Lowered, divide, fuse, lower
+from llmc.compiler.lower import Lowered, divide, fuse, lower, lower_image
 from llmc.compiler.options import CompileOptions, takes_options
 from llmc.compiler.output import check_output, new_directory
 from llmc.compiler.preflight import (
@@ -50,7 +50,7 @@ from llmc.compiler.preflight import (
 )
 from llmc.compiler.quant.notes import ActivationGroupsQuantized
 from llmc.compiler.sampling_defaults import read_sampling
-from llmc.compiler.targets import Draft, backend
+from llmc.compiler.targets import Draft, ImageEncoder, backend
 from llmc.compiler.windows import check_windows
 from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted, interruptible
@@ -111,6 +111,7 @@ def _compile(model: str | Path, output: Path, options: CompileOptions) -> Manife
                task=options.task, pooling=options.pooling,
                scoring=Scoring.of(options.classifier_from_token, options.score_template),
                takes_embeds=options.enable_prompt_embeds,
+               takes_images=not options.language_model_only,
                check=lambda *about: check_model(options, About(*about)))
     for note in raw.notes:
         progress(Note(note))
@@ -129,7 +130,7 @@ def _compile(model: str | Path, output: Path, options: CompileOptions) -> Manife
         dequantize(raw)
     progress("passes")
     if options.calibrated and options.scheme is not None:
-        lowered = _calibrated(raw, options)
+        lowered = lower_image(_calibrated(raw, options), raw)
     else:
         lowered = lower(raw, options)
     _check_activations(lowered, options)
@@ -158,7 +159,7 @@ def _require_finite(raw: RawModel) -> None:
     A constant of an ONNX file may be a mask, so -inf is allowed there.
     """
     weights = {id(tensor._values): tensor._values
-               for graph in raw.graphs for tensor in graph.tensors().values()
+               for graph in raw.all_graphs for tensor in graph.tensors().values()
                if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)}
     for weight in weights.values():
         if weight.is_floating:
@@ -218,8 +219,12 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
     for rank, graph in enumerate(lowered.graphs):
         encoder = lowered.encoders[rank:rank + 1]
         draft = lowered.drafts[rank] if lowered.drafts else []
-        others = {"draft": Draft(draft[0], raw.draft.token_ids, tuple(draft[1:]))} \
+        others: dict[str, Any] = {
+            "draft": Draft(draft[0], raw.draft.token_ids, tuple(draft[1:]))} \
             if draft and raw.draft else {}
+        image = lowered.image if rank == 0 else None
+        if image is not None and raw.image is not None:
+            others["image"] = ImageEncoder(image, raw.image.computed)
         chip, written = backend(target.kind).emit(graph, rank, directory, options, *encoder,
                                                   **others)
         forms = weight_forms([graph, *encoder, *draft])
@@ -251,7 +256,8 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
         encoder=lowered.encoder_info, draft=lowered.draft_info, pooling=lowered.pooling,
         target=target,
         kv_cache_layout="paged" if target.spec.paged else "linear",
-        ops=_used_ops([*lowered.graphs, *lowered.encoders, *chain(*lowered.drafts)]),
+        ops=_used_ops([*lowered.graphs, *lowered.encoders, *chain(*lowered.drafts),
+                       *([] if lowered.image is None else [lowered.image])]),
         tokenizer=tokenizer,
         sampling=sampling, chips=tuple(chips),
         passes=tuple(PassReport(name=report.name, matches=report.matches,

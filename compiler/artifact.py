@@ -25,12 +25,14 @@ from llmc.artifacts.manifest import (
     EncoderProgram,
     FileEntry,
     GraphStep,
+    ImageEncoderProgram,
     LayerCache,
     StateCache,
     TensorInfo,
     WeightForm,
     hash_file,
 )
+from llmc.artifacts.vision_input import VisionInput
 from llmc.artifacts.weight_file import WEIGHTS_NAME as WEIGHTS_NAME
 from llmc.compiler.graph.rewrite import caches, fields_of, is_llmc, op_of, operands, state_of
 from llmc.compiler.graph.weights import Weight
@@ -270,6 +272,13 @@ def describe_encoder(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, .
     """Return a rank's encoder entry of the manifest."""
     return EncoderProgram(inputs=_describe(graph.inputs), outputs=_describe(graph.outputs),
                           steps=steps)
+
+
+def describe_image(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, ...],
+                   computed: tuple[VisionInput, ...]) -> ImageEncoderProgram:
+    """Return the manifest's entry of the image encoder."""
+    return ImageEncoderProgram(inputs=_describe(graph.inputs), outputs=_describe(graph.outputs),
+                               steps=steps, computed=computed)
 
 
 def describe_draft(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, ...]) -> DraftProgram:

@@ -40,7 +40,12 @@ from llmc.compiler.passes.columns import columns
 from llmc.compiler.passes.dense_experts import dense_experts
 from llmc.compiler.passes.draft import match_heads, number_caches, read_caches
 from llmc.compiler.passes.embedding import embedding
-from llmc.compiler.passes.encoder import move_memory, name_weights, share_weights
+from llmc.compiler.passes.encoder import (
+    move_memory,
+    name_image_weights,
+    name_weights,
+    share_weights,
+)
 from llmc.compiler.passes.experts import experts
 from llmc.compiler.passes.experts_residual import experts_residual
 from llmc.compiler.passes.fold import fold
@@ -216,6 +221,8 @@ PASSES: tuple[Step, ...] = (
     GraphPass("blocks", blocks, _paged, needs_logits=True),
     GraphPass("narrow_indices", narrow_indices, _narrow),
 )
+# Passes over the image encoder, which reads no tokens.
+IMAGE_PASSES: tuple[GraphPass, ...] = (GraphPass("fold", fold),)
 _FUSE = PASSES[:next(i for i, step in enumerate(PASSES) if isinstance(step, Partition))]
 
 
@@ -237,7 +244,7 @@ class Lowered:
     """The graphs that a target writes, one per rank, and the model's dimensions.
 
     `encoders` is empty for a model without an encoder, `drafts` for one without a draft model. A
-    draft model may have several graphs.
+    draft model may have several graphs. `image` is the image encoder, of rank 0.
     """
 
     graphs: list[gs.Graph]
@@ -249,6 +256,7 @@ class Lowered:
     encoder_info: EncoderInfo | None = None
     draft_info: DraftInfo | None = None
     pooling: PoolingInfo | None = None
+    image: gs.Graph | None = None
 
 
 def lower(raw: RawModel, options: CompileOptions) -> Lowered:
@@ -257,7 +265,7 @@ def lower(raw: RawModel, options: CompileOptions) -> Lowered:
     Raises:
         LlmcError: the model cannot be compiled; the message names what did not match.
     """
-    return divide(fuse(raw, options), options)
+    return lower_image(divide(fuse(raw, options), options), raw)
 
 
 def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = None) -> Fused:
@@ -287,7 +295,7 @@ def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = No
     for step in _FUSE:
         run_pass(step, [graphs], settings, reports)
     _require_kernels(graphs, settings.target)
-    if options.enable_prompt_embeds:
+    if options.enable_prompt_embeds or raw.image is not None:
         require_one_reader(raw.graph, raw.architecture)
     if raw.pooling is not None:
         dims, pooling = describe_pooled(raw, settings.max_seq_len)
@@ -344,6 +352,24 @@ def divide(fused: Fused, options: CompileOptions, columns_together: int = 0) -> 
     drafts = [graphs[1:] for graphs in ranks] if fused.draft_info else []
     return Lowered([graphs[0] for graphs in ranks], encoders, drafts, reports, settings,
                    fused.dims, fused.encoder_info, fused.draft_info, fused.pooling)
+
+
+def lower_image(lowered: Lowered, raw: RawModel) -> Lowered:
+    """Run the passes over the image encoder, if there is one. Consumes its graph.
+
+    It runs on rank 0, whose weight file has its weights.
+    """
+    if raw.image is None:
+        return lowered
+    graph, reports = raw.image.graph, list(lowered.reports)
+    tidy(graph)
+    for step in IMAGE_PASSES:
+        reports.append(Report(f"image.{step.name}", step.run, "image"))
+        step.run(graph, lowered.settings, reports[-1])
+        tidy(graph)
+        verify(graph, f"image.{step.name}")
+    name_image_weights([lowered.graphs[0], *(lowered.drafts[0] if lowered.drafts else [])], graph)
+    return replace(lowered, image=graph, reports=reports)
 
 
 def run_pass(step: Step, ranks: list[list[gs.Graph]], settings: Settings,

@@ -185,6 +185,8 @@ class CompileOptions:
     enable_prompt_embeds: Annotated[bool, Declared(
         "Take rows in place of embeddings of token ids (prompt_embeds of a request), for `target` "
         "cpu or cuda.")] = False
+    language_model_only: Annotated[bool, Declared(
+        "Of a model that takes images, compile the language model alone.")] = False
     adapter: Annotated[str | Path | None, Declared(
         "Directory of a PEFT adapter to merge into the weights.", metavar="PEFT_DIR")] = None
     target: Annotated[str, Declared(

@@ -75,6 +75,7 @@ class About:
         has_encoder: whether the model is an encoder-decoder model.
         quantized: quantization method, where the config does not name it.
         task: what the model is compiled for.
+        takes_images: whether its image encoder is compiled.
     """
 
     config: Mapping[str, Any]
@@ -82,6 +83,7 @@ class About:
     has_encoder: bool
     quantized: str = ""
     task: str = "generate"
+    takes_images: bool = False
 
     @property
     def name(self) -> str:
@@ -379,6 +381,15 @@ def _enable_prompt_embeds_of(options: CompileOptions, about: About) -> str | Non
             f"--enable_prompt_embeds")
 
 
+def _images(options: CompileOptions, about: About) -> str | None:
+    if not about.takes_images or target_spec(options.target).image_encoders:
+        return None
+    takers = " and ".join(name for name, target in TARGETS.items() if target.image_encoders)
+    return (f"'{about.name}' takes images, which target '{options.target}' does not support; "
+            f"compile with --target {takers}, or the language model alone with "
+            f"--language_model_only")
+
+
 def _draft_of(options: CompileOptions, about: About) -> str | None:
     if options.draft is None or not about.has_encoder:
         return None
@@ -476,6 +487,7 @@ MODEL_CHECKS: dict[str, Callable[[CompileOptions, About], str | None]] = {
     "draft": _draft_of,
     "enable_lora": _enable_lora_of,
     "enable_prompt_embeds": _enable_prompt_embeds_of,
+    "images": _images,
     "calibrated": _calibrated,
     "decoder start": _decoder_start,
     "experts": _experts,

@@ -33,7 +33,8 @@ from llmc.plugins.route.op import OP as ROUTE
 
 def require_routes(graphs: Sequence[gs.Graph], reports: Sequence[Report]) -> None:
     """Reject a model with experts or a router that were not fused."""
-    nodes = {part_of(graph, index): list(graph.nodes) for index, graph in enumerate(graphs)}
+    nodes: dict[str, list[gs.Node]] = {
+        part_of(graph, index): list(graph.nodes) for index, graph in enumerate(graphs)}
     for report in reports:
         unfused = [node for node in nodes.get(report.part, ())
                    if (report.run is experts and is_op(node, EXPERTS_DOWN))

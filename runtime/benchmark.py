@@ -15,6 +15,8 @@ import numpy as np
 from llmc.artifacts.manifest import prompt_vocab_size
 from llmc.errors import LlmcError
 from llmc.runtime.core.llm import LLM
+from llmc.runtime.prompts import Prompt
+from llmc.runtime.random_images import RandomImages
 from llmc.runtime.sampling.params import SamplingParams
 
 
@@ -27,6 +29,8 @@ class Row:
         latency_ms: time of the whole generation.
         tctx_ms: prefill time: until every sequence has its first token.
         tgen_ms: TPOT: time per later token.
+        preprocess_ms: time to preprocess the images of one prompt, which the other times do not
+            include; None without images.
         speculation: comparison with plain decoding, if it was measured.
     """
 
@@ -38,6 +42,7 @@ class Row:
     tctx_ms: float
     tgen_ms: float
     speculation: Speculation | None = None
+    preprocess_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -97,24 +102,30 @@ def parse_grid(batch_size: str, input_output_len: str) -> list[tuple[int, int, i
 
 
 def measure(llm: LLM, batch: int, input_length: int, output_length: int, *, runs: int = 3,
-            warmup: int = 1, params: SamplingParams | None = None, compare: bool = False) -> Row:
+            warmup: int = 1, params: SamplingParams | None = None, compare: bool = False,
+            images: RandomImages | None = None) -> Row:
     """Generate `output_length` tokens for `batch` random prompts, `runs` times.
 
     Args:
         warmup: number of runs before these.
         params: sampling parameters; None: greedy.
         compare: before each run, also run without drafts.
+        images: images of each prompt, before its tokens.
     """
     rng = np.random.default_rng(0)
     vocab_size = prompt_vocab_size(llm.manifest, "bench")
-    prompts = rng.integers(0, vocab_size, (batch, input_length)).tolist()
+    texts = rng.integers(0, vocab_size, (batch, input_length)).tolist()
+    prompts: Sequence[Prompt] = texts
     params = dataclasses.replace(params or SamplingParams(), max_tokens=output_length,
                                  ignore_eos=True)
-    times, plain = [], []
+    times, plain, preprocessing = [], [], []
     before = llm.metrics()
     for run in range(warmup + runs):
         if run == warmup:
             before = llm.metrics()
+        if images is not None:
+            prompts, seconds = images.prompts(llm, texts, rng)
+            preprocessing.append(seconds / batch * 1e3)
         if compare:
             with without_drafts(llm):
                 plain.append(_timed(llm, prompts, params)[1])
@@ -128,7 +139,8 @@ def measure(llm: LLM, batch: int, input_length: int, output_length: int, *, runs
         before, llm.metrics(), [tokens / seconds for seconds in plain[warmup:]],
         [tokens / seconds for seconds in totals]) if compare else None
     return Row(batch, input_length, output_length, tokens / latency, latency * 1e3,
-               statistics.median(firsts) * 1e3, statistics.median(laters) * 1e3, speculation)
+               statistics.median(firsts) * 1e3, statistics.median(laters) * 1e3, speculation,
+               statistics.median(preprocessing[warmup:]) if images is not None else None)
 
 
 @contextmanager
@@ -141,7 +153,7 @@ def without_drafts(llm: LLM) -> Iterator[None]:
         llm.enable_drafts(True)
 
 
-def _timed(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -> \
+def _timed(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> \
         tuple[float, float]:
     """Seconds until every prompt has its first token, and until the last token."""
     start = time.perf_counter()
@@ -154,19 +166,25 @@ def _timed(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams) -
     return first, time.perf_counter() - start
 
 
-def check_grid(llm: LLM, grid: Sequence[tuple[int, int, int]]) -> None:
-    """Check that the grid fits the KV cache and the encoder.
+def check_grid(llm: LLM, grid: Sequence[tuple[int, int, int]],
+               images: RandomImages | None = None) -> None:
+    """Check that the grid, with its images, fits the KV cache and the encoder.
 
     Raises:
         LlmcError: a cell does not fit.
     """
     room, encoder = llm.manifest.dims.max_seq_len, llm.manifest.encoder
+    rows = 0
+    if images is not None:
+        (prompt,), _ = images.prompts(llm, [()], np.random.default_rng(0))
+        rows = len(prompt)
     for _, inputs, outputs in grid:
         if encoder is not None:
             if inputs > encoder.max_seq_len:
                 raise LlmcError(f"{inputs} tokens exceed the encoder's {encoder.max_seq_len}; "
                                 f"compile with a larger --mem_max_seq_len")
             inputs = 0
-        if inputs + outputs > room:
-            raise LlmcError(f"{inputs} + {outputs} tokens exceed the KV cache of {room}; compile "
-                            f"with a larger --max_seq_len")
+        if rows + inputs + outputs > room:
+            pictures = f"{rows} of images + " if rows else ""
+            raise LlmcError(f"{pictures}{inputs} + {outputs} tokens exceed the KV cache of {room}; "
+                            f"compile with a larger --max_seq_len")

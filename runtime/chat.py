@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
 
 from llmc.errors import LlmcError
 from llmc.runtime.core.llm import LLM
 from llmc.runtime.core.request import CompletionChunk
+from llmc.runtime.multimodal.messages import user_message
 from llmc.runtime.sampling.params import SamplingParams
 
 
@@ -26,19 +28,24 @@ class Chat:
             raise LlmcError(f"n is {params.n}, a conversation has one answer per message; leave n "
                             f"out")
         self._llm, self._params, self._adapter = llm, params, adapter
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[dict[str, Any]] = []
 
-    def say(self, message: str) -> Generator[CompletionChunk, None, None]:
+    def say(self, message: str, images: Sequence[Any] = ()) -> \
+            Generator[CompletionChunk, None, None]:
         """Yield chunks of the answer to a message.
 
         Closing the iterator ends the answer. The message and the chunks that were read become
         history.
 
+        Args:
+            message: a text.
+            images: pictures of the message: paths, data: URLs, bytes or PIL images.
+
         Raises:
-            LlmcError: the model has no chat template, or the conversation exceeds the KV cache. The
-                message is then discarded.
+            LlmcError: the model has no chat template or takes no images, an image is invalid, or
+                the conversation exceeds the KV cache. The message is then discarded.
         """
-        messages = [*self.messages, {"role": "user", "content": message}]
+        messages = [*self.messages, user_message(message, images)]
         prompt = self._llm.chat_prompt(messages)
         room = self._llm.manifest.dims.max_seq_len
         if len(prompt) > room:
@@ -48,7 +55,7 @@ class Chat:
         return self._answer(messages, self._llm.stream([prompt], self._params,
                                                        adapter=self._adapter))
 
-    def _answer(self, messages: list[dict[str, str]], pieces: Iterator[CompletionChunk]) -> \
+    def _answer(self, messages: list[dict[str, Any]], pieces: Iterator[CompletionChunk]) -> \
             Generator[CompletionChunk, None, None]:
         text = ""
         try:

@@ -13,12 +13,14 @@ from typing import Any
 from llmc.errors import LlmcError, shown
 from llmc.runtime.core.llm import LLM
 from llmc.runtime.core.request import Completion, CompletionChunk
+from llmc.runtime.multimodal.messages import user_message
 from llmc.runtime.prompts import Prompt, read_token_ids
 from llmc.runtime.sampling.params import FIELDS, SamplingParams
 
 _PROMPTS = ("prompt", "token_ids", "messages")
+_IMAGES = "images"
 _FIELDS = tuple(field.name for field in FIELDS)
-_KEYS = (*_PROMPTS, "id", "adapter", *_FIELDS)
+_KEYS = (*_PROMPTS, _IMAGES, "id", "adapter", *_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def read_lines(path: str | Path) -> list[bytes]:
         content = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise LlmcError(f"{name} cannot be read ({reason})") from error
+        raise LlmcError(f"{name} cannot be read ({reason}); give a file of JSON lines") from error
     lines = content.splitlines()
     if not any(line.strip() for line in lines):
         raise LlmcError(f'{name} has no request; write one a line, like {{"prompt": "…"}}')
@@ -60,6 +62,7 @@ def read_requests(llm: LLM, lines: Sequence[bytes], defaults: SamplingParams, *,
 
     A request has one of `prompt` (text), `token_ids` and `messages` (each with role and content,
     for the chat template), any fields of `SamplingParams`, and an optional `id` and `adapter`.
+    `prompt` and `token_ids` may have `images`, paths or data: URLs.
 
     Args:
         defaults: for fields that a request omits.
@@ -153,7 +156,7 @@ def _read_request(llm: LLM, request: dict[str, Any], defaults: SamplingParams, c
         fields["logit_bias"] = {_token_id(key): bias
                                 for key, bias in fields["logit_bias"].items()}
     params = dataclasses.replace(defaults, **fields)
-    prompt = _prompt(llm, kinds[0], request[kinds[0]], chat)
+    prompt = _prompt(llm, kinds[0], request[kinds[0]], request.get(_IMAGES, ()), chat)
     llm.stream([prompt], params, adapter=[adapter])  # validates the request without running it
     return prompt, params
 
@@ -165,13 +168,24 @@ def _token_id(key: str) -> int:
     return int(key)
 
 
-def _prompt(llm: LLM, kind: str, value: Any, chat: bool) -> Prompt:
-    if kind == "token_ids":
-        return read_token_ids(value, "token_ids")
+def _prompt(llm: LLM, kind: str, value: Any, images: Any, chat: bool) -> Prompt:
+    """Return what the model gets.
+
+    Args:
+        images: paths or data: URLs of `prompt` or `token_ids`.
+    """
+    if not isinstance(images, list | tuple) or not all(isinstance(own, str) for own in images):
+        raise LlmcError('images is not a list of paths or data: URLs like ["a.png"]')
     if kind == "messages":
         if not isinstance(value, list):
             raise LlmcError('messages is not a list like [{"role": "user", "content": "…"}]')
+        if images:
+            raise LlmcError('images is given with messages; put parts like {"type": "image", '
+                            '"path": "a.png"} into their contents')
         return llm.chat_prompt(value)
-    if not isinstance(value, str):
+    if kind == "prompt" and not isinstance(value, str):
         raise LlmcError("prompt is not a text")
-    return llm.chat_prompt(value) if chat else value
+    if kind == "prompt" and chat:
+        return llm.chat_prompt([user_message(value, images)])
+    prompt: str | list[int] = value if kind == "prompt" else read_token_ids(value, "token_ids")
+    return llm.media_prompt(prompt, images=images) if images else prompt

@@ -56,16 +56,31 @@ class MediaPrompt:
         return len(self.token_ids)
 
 
+@dataclass(frozen=True, eq=False)
+class UnprocessedPrompt:
+    """A prompt with images or audio as they were given.
+
+    Args:
+        prompt: a text or token ids, with a placeholder for each item.
+        images, audio: see `LLM.media_prompt`.
+    """
+
+    prompt: str | list[int]
+    images: Sequence[object]
+    audio: Sequence[object]
+
+
 # See `read_prompts`.
 Prompt = str | Sequence[int] | Mapping[str, object] | EmbedsPrompt | MediaPrompt
-_Read = str | list[int] | EmbedsPrompt | MediaPrompt
+_Read = str | list[int] | EmbedsPrompt | MediaPrompt | UnprocessedPrompt
 
 
 def read_prompts(prompts: object) -> list[_Read]:
     """Read one prompt or several, each a text, token ids or a mapping.
 
     Token ids are in a list, tuple, numpy array or similar. A mapping has `prompt`, a text, or
-    `prompt_token_ids`, or `prompt_embeds`, an array [n, width]. With `prompt_embeds`,
+    `prompt_token_ids`, with `images` or `audio` in place of the placeholders in them, if any; or
+    `prompt_embeds`, an array [n, width]. With `prompt_embeds`,
     `prompt_token_ids` has -1 at the position of each row; without it, the prompt is the rows.
 
     Raises:
@@ -91,22 +106,28 @@ def _read_prompt(prompt: object, name: str) -> _Read:
         else read_token_ids(prompt, name)
 
 
-def _read_mapping(prompt: Mapping[str, object], name: str) -> str | list[int] | EmbedsPrompt:
+def _read_mapping(prompt: Mapping[str, object], name: str) -> _Read:
     """Read a prompt that is a mapping.
 
     Raises:
         LlmcError: its keys or values are invalid; `name` is its name in the message.
     """
     keys = {str(key) for key, value in prompt.items() if value is not None}
+    media = {own: _read_media(prompt[own], own, name) for own in ("images", "audio") if own in keys}
+    if any(media.values()) and keys - set(media) in ({"prompt"}, {"prompt_token_ids"}):
+        text = _read_mapping({own: prompt[own] for own in keys - set(media)}, name)
+        assert isinstance(text, str | list)
+        return UnprocessedPrompt(text, media.get("images", []), media.get("audio", []))
+    keys -= {own for own, items in media.items() if not items}
     if keys == {"prompt"} and isinstance(prompt["prompt"], str):
         return prompt["prompt"]
     if keys == {"prompt_token_ids"}:
         return read_token_ids(prompt["prompt_token_ids"], f"prompt_token_ids of {name}")
     if "prompt_embeds" not in keys or keys - {"prompt_token_ids", "prompt_embeds"}:
         listing = ", ".join(map(shown, sorted(keys))) or "none"
-        raise LlmcError(f"{name} has the keys {listing}; give 'prompt' with a text, "
-                        f"'prompt_token_ids', or 'prompt_embeds' with or without "
-                        f"'prompt_token_ids'")
+        raise LlmcError(f"{name} has the keys {listing}; give 'prompt' with a text or "
+                        f"'prompt_token_ids', each with or without 'images' and 'audio', or "
+                        f"'prompt_embeds' with or without 'prompt_token_ids'")
     rows = read_rows(prompt["prompt_embeds"], f"prompt_embeds of {name}")
     ids = [ROW] * len(rows) if "prompt_token_ids" not in keys else \
         read_token_ids(prompt["prompt_token_ids"], f"prompt_token_ids of {name}")
@@ -114,6 +135,17 @@ def _read_mapping(prompt: Mapping[str, object], name: str) -> str | list[int] | 
         raise LlmcError(f"{name} has {len(rows)} rows of prompt_embeds and {ids.count(ROW)} "
                         f"positions with -1 in prompt_token_ids; give one -1 for each row")
     return EmbedsPrompt(ids, rows)
+
+
+def _read_media(value: object, key: str, name: str) -> list[object]:
+    """Read the images or audio clips of a prompt.
+
+    Raises:
+        LlmcError: the value is no list; `key` and `name` are its names in the message.
+    """
+    if not isinstance(value, list | tuple):
+        raise LlmcError(f"{key} of {name} is {shown(value)}; give a list")
+    return list(value)
 
 
 def read_rows(value: object, name: str) -> np.ndarray:

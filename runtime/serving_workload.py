@@ -18,6 +18,7 @@ from llmc.runtime.core.request import CompletionChunk
 from llmc.runtime.metrics import Percentiles
 from llmc.runtime.prompt_file import read_lines, read_requests
 from llmc.runtime.prompts import Prompt
+from llmc.runtime.random_images import RandomImages
 from llmc.runtime.sampling.params import SamplingParams
 
 _INPUTS, _OUTPUTS = (32, 512), (16, 256)  # ranges of lengths of random requests, in tokens
@@ -57,7 +58,8 @@ class Report:
     speculation: Speculation | None = None
 
 
-def read_workload(llm: LLM, source: str, rate: float, shared_prefix: int = 0) -> ServingWorkload:
+def read_workload(llm: LLM, source: str, rate: float, shared_prefix: int = 0,
+                  images: RandomImages | None = None) -> ServingWorkload:
     """Create a workload of random requests or of a prompt file, with Poisson arrivals.
 
     Args:
@@ -65,6 +67,7 @@ def read_workload(llm: LLM, source: str, rate: float, shared_prefix: int = 0) ->
             by the model; or the path of a prompt file.
         rate: requests per second; infinite: all at once.
         shared_prefix: number of random tokens that all random requests share as prefix.
+        images: images of each random request, preprocessed before the first one arrives.
 
     Raises:
         LlmcError: the source is invalid, or one of its requests is.
@@ -77,16 +80,21 @@ def read_workload(llm: LLM, source: str, rate: float, shared_prefix: int = 0) ->
         inputs = rng.integers(_INPUTS[0], _INPUTS[1] + 1, count)
         outputs = rng.integers(_OUTPUTS[0], _OUTPUTS[1] + 1, count)
         outputs = np.minimum(outputs, max(room // 2, 1))
-        inputs = np.minimum(inputs, room - outputs - shared_prefix + 1)
+        taken = shared_prefix + (0 if images is None else len(images.prompts(llm, [()], rng)[0][0]))
+        inputs = np.minimum(inputs, room - outputs - taken + 1)
         if min(inputs) < 1:
-            raise LlmcError(f"shared_prefix {shared_prefix} leaves no room in {room} positions; "
-                            f"give a smaller one")
+            given = f"shared_prefix {shared_prefix} leaves" if images is None else \
+                f"{taken} tokens of images and shared_prefix leave"
+            raise LlmcError(f"{given} no room in {room} positions; give smaller ones")
         vocab_size = prompt_vocab_size(llm.manifest, "bench")
         prefix = rng.integers(0, vocab_size, shared_prefix).tolist()
-        prompts += [prefix + rng.integers(0, vocab_size, size).tolist() for size in inputs]
+        texts = [prefix + rng.integers(0, vocab_size, size).tolist() for size in inputs]
+        prompts += texts if images is None else images.prompts(llm, texts, rng)[0]
         params = [SamplingParams(max_tokens=int(size), ignore_eos=True) for size in outputs]
     elif kind == "random":
         raise LlmcError(f"'{source}' has no number of requests; write it like random:512")
+    elif images is not None:
+        raise LlmcError(f"--images is given with '{source}'; name its images in the file")
     else:
         requests = read_requests(llm, read_lines(source), SamplingParams())
         problem = next((own.answer["error"] for own in requests if "error" in own.answer), None)

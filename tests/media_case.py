@@ -4,14 +4,11 @@ import base64
 import dataclasses
 from io import BytesIO
 
-import families
+from multimodal_models import tiny_model
 from PIL import Image
-from processor_checkpoints import FAMILIES, tokenizer_of, write_checkpoint
+from processor_checkpoints import FAMILIES, write_checkpoint
 
 import llmc
-from llmc.artifacts.manifest import PROCESSOR, read_manifest, write_manifest
-from llmc.compiler.artifact import file_entry
-from llmc.runtime.multimodal.description import describe_processor
 
 # Renders images as their placeholder.
 TEMPLATE = (
@@ -27,21 +24,12 @@ ROWS = 4  # of each image: 2 x 2 patches
 def write_case(root, template=TEMPLATE):
     """Write the Hugging Face directory `hf` and the case directory `case`; return the latter."""
     (root / "hf").mkdir(parents=True)
-    tokenizer = tokenizer_of(LLAVA)
-    families.save(families.tiny_model("llama", vocab_size=tokenizer.get_vocab_size(),
-                                      max_position_embeddings=512), root / "hf")
-    config = (root / "hf" / "config.json").read_text()
-    write_checkpoint(LLAVA, root / "hf")
-    described = describe_processor(root / "hf", tokenizer)
-    for name in ("preprocessor_config.json", "processor_config.json"):
-        (root / "hf" / name).unlink()
-    (root / "hf" / "config.json").write_text(config)
+    tokenizer = write_checkpoint(LLAVA, root / "hf")
+    tiny_model("llava", tokenizer.token_to_id(LLAVA.row), {
+        "vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 512}).save_pretrained(
+            root / "hf")
     (root / "hf" / "chat_template.jinja").write_text(template)
     llmc.compile(root / "hf", root / "case")
-    (root / "case" / PROCESSOR).write_text(described.model_dump_json())
-    manifest = read_manifest(root / "case")
-    write_manifest(manifest.model_copy(update={"files": (
-        *manifest.files, file_entry(root / "case" / PROCESSOR))}), root / "case")
     return root / "case"
 
 

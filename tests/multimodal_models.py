@@ -36,10 +36,13 @@ WHOLES = {"mistral4": "mistral3"}
 _WHOLE = {"mm_tokens_per_image": 1, "scale_factor": 2}
 
 
-def tiny_model(family, **vision):
+def tiny_model(family, token_id=families.VOCAB - 1, text=(), whole=(), **vision):
     """A random image-text model whose every parameter affects the output.
 
     Args:
+        token_id: token of rows.
+        text: fields of the text config.
+        whole: fields of the whole config.
         vision: fields of the vision config.
     """
     base = CONFIG_MAPPING[WHOLES.get(family, family)]()
@@ -49,12 +52,13 @@ def tiny_model(family, **vision):
     known = kinds["vision_config"].to_dict()
     sizes = {"text_config": TEXTS[family],
              "vision_config": {name: size for name, size in _VISION.items() if name in known}}
+    sizes["text_config"] = {**sizes["text_config"], **dict(text)}
     sizes["vision_config"] |= vision
     config = type(base)(
         **{kind: {"model_type": given.model_type, **sizes[kind]} for kind, given in kinds.items()},
-        **{name: families.VOCAB - 1 for name in ("image_token_id", "video_token_id",
-                                                 "image_token_index") if hasattr(base, name)},
-        **{name: value for name, value in _WHOLE.items() if hasattr(base, name)})
+        **{name: token_id for name in ("image_token_id", "video_token_id", "image_token_index")
+           if hasattr(base, name)},
+        **{name: value for name, value in (_WHOLE | dict(whole)).items() if hasattr(base, name)})
     return families.randomized(
         AutoModelForImageTextToText.from_config(config, attn_implementation="eager"))
 

@@ -15,12 +15,12 @@ import openai
 
 
 class Server:
-    """A process of `llmc serve`; `descriptors` limits its open files, `program` replaces `llmc`."""
+    """A process of `llmc serve`; `descriptors` limits its open files."""
 
-    def __init__(self, case, *options, cwd=None, descriptors=None, program=("-m", "llmc.cli")):
+    def __init__(self, case, *options, cwd=None, descriptors=None):
         limit = (descriptors, descriptors)
         self.process = subprocess.Popen(
-            [sys.executable, *map(str, program), "serve", str(case), "--port", "0",
+            [sys.executable, "-m", "llmc.cli", "serve", str(case), "--port", "0",
              "--served_model_name", "tiny", *map(str, options)],
             stderr=subprocess.PIPE, text=True, cwd=cwd, preexec_fn=None if descriptors is None
             else lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limit))

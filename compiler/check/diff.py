@@ -70,6 +70,7 @@ from llmc.compiler.check.execute import (
     run_chips,
     run_graph,
 )
+from llmc.compiler.check.images import compiled_values, original_values, read_prompt
 from llmc.compiler.check.partition import lower_alike, weight_file
 from llmc.compiler.check.quantized import (
     STORED,
@@ -104,6 +105,7 @@ from llmc.runtime.devices import place
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS
 from llmc.runtime.engines.cuda import device_count
 from llmc.runtime.gpus import GpuReplica
+from llmc.runtime.prompts import MediaPrompt
 from llmc.runtime.replica import EngineConfig
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.tokenizer import load_tokenizer
@@ -127,19 +129,22 @@ _TOKENS = 24
 
 def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | None = None,
          prompt: str | None = None, tolerance: float | None = None, tokens: int = 16,
-         bisect: bool = False, progress: Callable[[str], object] = lambda text: None) -> \
-        DiffReport:
+         bisect: bool = False, images: Sequence[Path] = (),
+         progress: Callable[[str], object] = lambda text: None) -> DiffReport:
     """Compare a case directory with the model that it was compiled from.
 
     Args:
         case_dir: the case directory.
         reference: Hugging Face directory, .gguf or .onnx file.
         hf_dir: for an .onnx file, the directory with its config.json and tokenizer.
-        prompt: text to run; random tokens by default.
+        prompt: text to run; random tokens by default. With images, the text of their comparison,
+            which has a placeholder for each; the placeholders alone by default.
         tolerance: largest difference relative to the reference tensor's range, for all tensors;
             by default see the module's docstring.
         tokens: greedy tokens to compare, limited by the KV cache.
         bisect: compare every tensor that both graphs have, and name the first over tolerance.
+        images: files of pictures: also compare the rows of the image encoder, the layers and the
+            logits of a prompt with them.
         progress: called with the name of each phase as it begins.
 
     Raises:
@@ -159,7 +164,8 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     progress("hash files")
     changed = tuple(entry.path for entry in manifest.files
                     if hash_file(root / entry.path) != entry.sha256)
-    ids = _token_ids(manifest, root, prompt)
+    pictures = read_prompt(manifest, root, prompt, images) if images else None
+    ids = _token_ids(manifest, root, None if images else prompt)
     tokens = min(tokens, manifest.dims.max_seq_len - len(ids) + 1)
     progress("export the reference")
     raw = load(reference, hf_dir=hf_dir)
@@ -198,6 +204,9 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
 
     progress("compare activations")
     differences = tuple(_compare_layers(ours, original, [*layers, "logits"], allowed))
+    if pictures is not None:
+        progress("compare a prompt with images")
+        differences += tuple(_compare_images(pictures, manifest, root, reference, tolerance))
     first = next((d.name for d in differences
                   if not d.passed and d.pair.startswith("compiled")), None)
     suspects = _suspects(list(ours), [*layers, "logits"], first) if allowed.measured else ours
@@ -420,6 +429,24 @@ def _compare_layers(ours: Values, original: _Original, names: Sequence[str],
                 limit = allowed.relative(name, expected) if left == "compiled" \
                     else allowed.between_references
                 yield compare(name, f"{left} vs {right}", runs[left][name], expected, limit)
+
+
+def _compare_images(prompt: MediaPrompt, manifest: Manifest, root: Path, reference: str | Path,
+                    tolerance: float | None) -> Iterator[Difference]:
+    """Yield the differences from transformers for a prompt with images."""
+    chips, original = compiled_values(manifest, root, prompt), original_values(reference, prompt)
+    losses: dict[str, float] = {}
+    if tolerance is None and (manifest.dtype != "float32" or _float8(manifest)):
+        narrow = original_values(reference, prompt, manifest.dtype, _float8(manifest))
+        losses = _losses(narrow, original, _times(_TRANSFORMERS_LOSSES, manifest))
+    least = TOLERANCE if tolerance is None else tolerance
+    for name, expected in original.items():
+        parts = [chip[name] for chip in chips if name in chip]
+        if parts:  # a fused tensor has none
+            actual = parts[0][:, :manifest.dims.vocab_size] if name == "logits" else \
+                _joined(parts, expected)
+            yield compare(f"{name} (images)", "compiled vs transformers", actual, expected,
+                          max(least, losses.get(name, 0.0) / _span(expected)))
 
 
 def compare(name: str, pair: str, actual: np.ndarray, expected: np.ndarray, allowed: float) -> \

@@ -221,8 +221,12 @@ def _sdpa_function(attrs: Mapping[str, float], overload: str, kv_dtype: str,
 
 
 def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int],
-              requested: Collection[str]) -> list[Values]:
+              requested: Collection[str], embeds: np.ndarray | None = None,
+              embed_ids: Sequence[int] = ()) -> list[Values]:
     """Prefill a model compiled for CPUs, all chips in lockstep.
+
+    Args:
+        embeds, embed_ids: rows in place of token embeddings; see `Step`.
 
     Returns:
         For each chip, the requested tensors in the graph's order.
@@ -243,8 +247,9 @@ def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int],
         for name, kept_state in chip.state_caches.items():
             state[name] = np.zeros((1, *kept_state.shape), np.float32)
         if manifest.embeds_width:
-            state[EMBED_IDS] = np.full(len(ids), -1, np.int32)
-            state[EMBEDS] = np.zeros((1, manifest.embeds_width), np.float32)
+            state[EMBED_IDS] = np.array(embed_ids or [-1] * len(ids), np.int32)
+            state[EMBEDS] = np.zeros((1, manifest.embeds_width), np.float32) \
+                if embeds is None else embeds
         if chip.lora:
             state["lora_ids"] = state["lora_logits_ids"] = step.lora_ids
         for name, (dtype, shape) in chip.lora_inputs.items():  # no adapter's rows

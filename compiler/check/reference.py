@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,17 @@ from llmc.errors import LlmcError, reason_of
 Model = Any  # a torch module of transformers
 
 
-def load_reference(model: str | Path, dtype: str = "float32") -> Model:
+def load_reference(model: str | Path, dtype: str = "float32", takes_images: bool = False) -> Model:
     """Load a Hugging Face directory, hub id or .gguf file as a torch module in `dtype`.
+
+    Args:
+        takes_images: load its image encoder, too.
 
     Raises:
         LlmcError: the model does not exist, or transformers cannot load it.
     """
     import torch
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModelForImageTextToText
 
     from llmc.compiler.frontend.checkpoint import read_json
     from llmc.compiler.frontend.parts import causal_lm_class
@@ -37,7 +40,8 @@ def load_reference(model: str | Path, dtype: str = "float32") -> Model:
     try:
         config = AutoConfig.from_pretrained(**source)
         # Falcon's eager attention adds ALiBi twice.
-        return causal_lm_class(config).from_pretrained(
+        kind = AutoModelForImageTextToText if takes_images else causal_lm_class(config)
+        return kind.from_pretrained(
             **source, dtype=getattr(torch, dtype),
             attn_implementation="sdpa" if getattr(config, "alibi", False) else "eager").eval()
     except Exception as error:  # transformers raises errors of many types
@@ -56,13 +60,13 @@ def reference_logits(model: Model, ids: Sequence[int]) -> np.ndarray:
         return np.asarray(logits.float().numpy())
 
 
-def reference_values(model: Model, ids: Sequence[int], kv_dtype: str = "") -> \
-        dict[str, np.ndarray]:
+def reference_values(model: Model, ids: Sequence[int], kv_dtype: str = "",
+                     images: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
     """Compute the hidden state after each layer, and the logits.
 
     Hidden states are float32 [num_tokens, hidden_size], logits [num_tokens, vocab_size]. With
     `kv_dtype` float8_e4m3fn, keys and values are rounded to it before attention reads them, as in a
-    compiled model's KV cache.
+    compiled model's KV cache. `images` is what the model's processor gives for its images.
     """
     import torch
 
@@ -87,11 +91,31 @@ def reference_values(model: Model, ids: Sequence[int], kv_dtype: str = "") -> \
         {"use_cache": False}
     try:
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([list(ids)]), **cache).logits[0]
+            logits = model(input_ids=torch.tensor([list(ids)]), **_tensors(model, images or {}),
+                           **cache).logits[0]
     finally:
         for handle in handles:
             handle.remove()
     return {**seen, "logits": np.asarray(logits.float().numpy())}
+
+
+def reference_rows(model: Model, images: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Compute the rows of the image encoder, float32 [num_rows, hidden_size]."""
+    import torch
+
+    with torch.no_grad():
+        found = model.get_image_features(**_tensors(model, images), return_dict=True).pooler_output
+        rows = torch.cat([own.reshape(-1, own.shape[-1]) for own in found])
+    return np.asarray(rows.float().numpy())
+
+
+def _tensors(model: Model, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Convert a processor's arrays to tensors, those of floats to the model's dtype."""
+    import torch
+
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return {name: own.to(model.dtype) if own.is_floating_point() else own
+            for name, own in tensors.items()}
 
 
 def _float8_cache() -> Any:

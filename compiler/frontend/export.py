@@ -32,6 +32,7 @@ from llmc.compiler.frontend.bind import (
 )
 from llmc.compiler.frontend.convolutions import feature_rows, reads_features
 from llmc.compiler.frontend.features import check_features
+from llmc.compiler.frontend.image_export import export_image
 from llmc.compiler.frontend.mtp import export_mtp
 from llmc.compiler.frontend.parts import (
     ATTENTION,
@@ -45,6 +46,7 @@ from llmc.compiler.frontend.parts import (
     text_prefix,
 )
 from llmc.compiler.frontend.pooling import LogitScore, PoolingPlan, append_layers
+from llmc.compiler.frontend.raw import RawImageEncoder
 from llmc.compiler.frontend.repeat import (
     CannotRepeat,
     LayerPlan,
@@ -56,6 +58,7 @@ from llmc.compiler.frontend.trace import DoesNotRun, alone, remove_mark, to_grap
 from llmc.compiler.graph.elementary import sinusoidal_positions
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
+from llmc.runtime.multimodal.processor import ProcessorDescription
 
 
 @dataclass
@@ -64,7 +67,8 @@ class Exported:
 
     With MTP layers as a draft model, `mtp` has their graphs; see `RawDraft`. `max_tokens` is the
     number of positions that the model's position table leaves for tokens, if it reserves some.
-    `features` describes the rows that the encoder reads in place of tokens, if it does.
+    `features` describes the rows that the encoder reads in place of tokens, if it does. `image` is
+    the image encoder.
     """
 
     graph: gs.Graph
@@ -73,12 +77,13 @@ class Exported:
     mtp: tuple[gs.Graph, ...] = ()
     max_tokens: int | None = None
     features: FeatureRows | None = None
+    image: RawImageEncoder | None = None
 
 
 def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
            linear: Set[str] = frozenset(), trust_remote_code: bool = False,
            mtp: bool = False, pooling: PoolingPlan | None = None,
-           takes_embeds: bool = False) -> Exported:
+           takes_embeds: bool = False, images: ProcessorDescription | None = None) -> Exported:
     """Export a causal LM, an encoder-decoder model, or a model whose outputs are pooled.
 
     Args:
@@ -91,6 +96,8 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
         mtp: whether to export the MTP layers of a causal LM, too.
         pooling: what to compile the model for; None: text generation.
         takes_embeds: keep the mark of the token embedding's output, see `TOKEN_EMBEDS`.
+        images: preprocessing of images, if the image encoder is exported, too. The mark is then
+            kept.
 
     Raises:
         LlmcError: the architecture is unknown, the export fails, a tensor is missing or unused,
@@ -107,7 +114,8 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
     names: dict[int, str] = {}  # of weights by identity, shared between the parts
     parts = (DECODER, ENCODER) if config.is_encoder_decoder else (CAUSAL_LM,)
     with alone():
-        notes += _text_only_note(config)
+        notes += _ignored_inputs(config, images is not None)
+        complete, all_tensors = copy.deepcopy(config), tensors
         model = _empty_model(config, parts[0], trust_remote_code)
         tensors = as_modules_have(model, tensors, linear)
         checkpoint = Checkpoint(model, tensors)
@@ -126,8 +134,10 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
         check_made(model, completed, origin)
         graphs = [_export_part(copy.deepcopy(config), part, model, completed, origin,
                                trust_remote_code, names, notes) for part in parts]
-        if not takes_embeds:
+        if not takes_embeds and images is None:
             remove_mark(graphs[0])
+        image = None if images is None else \
+            export_image(complete, all_tensors, origin, images, names)
 
         draft = export_mtp(config, completed, origin, graphs[0], names, trust_remote_code) \
             if mtp else ()
@@ -140,7 +150,7 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
         check_all_used(model, checkpoint, names, origin, with_buffers)
         features = feature_rows(model) if len(graphs) > 1 and reads_features(model) else None
     return Exported(graphs[0], notes, graphs[1] if len(graphs) > 1 else None, draft,
-                    features=features)
+                    features=features, image=image)
 
 
 def _export_pooled(config: Any, tensors: Mapping[str, Weight], origin: str, linear: Set[str],
@@ -215,12 +225,16 @@ def _max_tokens(model: Any) -> int | None:
     return most - tables[0].padding_idx - 1 if tables and most else None
 
 
-def _text_only_note(config: Any) -> list[str]:
-    """Return a note if the model is multimodal."""
+def _ignored_inputs(config: Any, takes_images: bool) -> list[str]:
+    """Return a note if the model has encoders that are not compiled."""
     kinds = [kind for key, kind in (("vision_config", "images"), ("audio_config", "audio"))
-             if getattr(config, key, None) is not None]
-    return [f"input of {' and '.join(kinds)} is not supported: only the language model of "
-            f"'{config.model_type}' is compiled"] if kinds else []
+             if getattr(config, key, None) is not None and not (takes_images and kind == "images")]
+    if not kinds:
+        return []
+    return [f"input of audio is not supported: only the language model and the image encoder of "
+            f"'{config.model_type}' are compiled" if takes_images else
+            f"input of {' and '.join(kinds)} is not supported: only the language model of "
+            f"'{config.model_type}' is compiled"]
 
 
 def _language_config(config: Any, whole: Any) -> Any:

@@ -37,13 +37,14 @@ from llmc.runtime.tokenizer import read_tokenizer
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
                     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
                     "tokenizer.model", "vocab.txt")
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
                      allow_pickle: bool = False, revision: str | None = None,
                      check: Check = unchecked, mtp: bool = False, task: str = "",
                      pooling: str = "", scoring: Scoring = BY_CHECKPOINT,
-                     takes_embeds: bool = False) -> RawModel:
+                     takes_embeds: bool = False, takes_images: bool = False) -> RawModel:
     """Export the model in a directory, or download it by hub id first.
 
     Args: see `load`.
@@ -67,8 +68,9 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
     if config.is_encoder_decoder and not generation:  # as transformers does
         from transformers import GenerationConfig
         generation = GenerationConfig.from_model_config(config).to_dict()
+    images = takes_images and plan is None and _takes_images(config, directory)
     check(_plain_config(directory), generation, config.is_encoder_decoder, "",
-          "generate" if plan is None else plan.task)
+          "generate" if plan is None else plan.task, images)
     template = scoring.read_template()
     if plan is not None and template is not None:
         plan = replace(plan, pair_template=True)
@@ -78,12 +80,13 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
         if plan is not None and plan.pair_template:
             write_chat_templates(templates, scratch)
             check_pair_template(scratch)
-        processor = _describe_speech(config, directory, scratch)
+        processor = _describe_images(directory, scratch) if images else \
+            _describe_speech(config, directory, scratch)
     from llmc.compiler.frontend.export import export
 
     exported = export(config, decoded.tensors, str(directory), linear=decoded.linear,
                       trust_remote_code=trust_remote_code, mtp=mtp, pooling=plan,
-                      takes_embeds=takes_embeds)
+                      takes_embeds=takes_embeds, images=processor if images else None)
     if exported.features is not None and processor is not None:
         _check_features(exported.features, processor, directory)
     if plan is not None and exported.max_tokens is not None:
@@ -96,8 +99,38 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
     return RawModel(exported.graph, plain, "huggingface",
                     lambda target: save_tokenizer(directory, target, template), generation,
                     (*decoded.notes, *exported.notes), exported.encoder, exported.features,
-                    processor, draft, directory_origin(
+                    processor, exported.image, draft, directory_origin(
                         directory, None if Path(model).is_dir() else str(model)), pooling=plan)
+
+
+def _takes_images(config: Any, directory: Path) -> bool:
+    """Whether a checkpoint has an image encoder and a processor."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING \
+        and getattr(config, "vision_config", None) is not None \
+        and any((directory / name).is_file() for name in _PROCESSOR_FILES)
+
+
+def _describe_images(directory: Path, tokenizer: Path) -> ProcessorDescription:
+    """Describe the preprocessing of images.
+
+    Args:
+        tokenizer: directory of tokenizer.json.
+    """
+    if not (tokenizer / "tokenizer.json").is_file():
+        raise LlmcError(f"'{directory}' has no tokenizer, which prompts with images are written "
+                        f"with; copy tokenizer.json from the model's repository, or compile the "
+                        f"language model alone with --language_model_only")
+    try:
+        description = describe_processor(directory, read_tokenizer(tokenizer))
+    except LlmcError as error:
+        raise LlmcError(f"{error}; or compile the language model alone with "
+                        f"--language_model_only") from error
+    if description.image is None:
+        raise LlmcError(f"the processor files in '{directory}' name no image_processor; copy those "
+                        f"of the model's repository, or compile the language model alone with "
+                        f"--language_model_only")
+    return description.model_copy(update={"audio": None})
 
 
 def _describe_speech(config: Any, directory: Path, tokenizer: Path) -> ProcessorDescription | None:
@@ -151,9 +184,12 @@ def find_directory(model: str | Path, revision: str | None = None) -> Path:
                             f"directory; give one")
         return directory
     name = str(model)
-    if name.count("/") != 1 or name.startswith((".", "/")) or directory.exists():
-        raise LlmcError(f"'{model}' is neither a directory, nor a .gguf or .onnx file, nor a hub "
-                        f"id like 'org/name'; give one of these")
+    if directory.exists():
+        raise LlmcError(f"'{model}' is neither a directory nor a .gguf or .onnx file; give the "
+                        f"directory that has the model's config.json and weights")
+    if name.count("/") != 1 or name.startswith((".", "/")):
+        raise LlmcError(f"'{model}' does not exist; give a directory, a .gguf or .onnx file, or a "
+                        f"hub id like 'org/name'")
     try:
         from huggingface_hub import snapshot_download
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(PATTERNS)))

@@ -25,7 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AutoModelForImageTextToText, vision_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-from llmc.artifacts.vision_input import VisionInput
+from llmc.artifacts.manifest import IMAGE_ROWS
+from llmc.artifacts.vision_input import GRID, VisionInput
 from llmc.compiler.frontend.exporter import export_onnx
 from llmc.compiler.frontend.parts import Part, build
 from llmc.compiler.frontend.reproducible import Reproducible
@@ -35,8 +36,6 @@ from llmc.interrupts import check_interrupted
 
 IMAGE = Part("image-text model", (), causal=False, auto=AutoModelForImageTextToText)
 _ATTENTION = "llmc_image"  # llmc's entry in transformers' attention interface for image encoders
-_GRID = "image_grid_thw"
-ROWS = "rows"  # output of the encoder
 Arrays = Mapping[str, np.ndarray]
 
 
@@ -123,7 +122,7 @@ def _record(model: Any, sample: Arrays) -> tuple[list[_Call], int]:
         moved = tuple(value.to("meta") for value in several)
         return moved if isinstance(results, tuple) else moved[0]
 
-    meta = {name: torch.from_numpy(array) if name == _GRID else
+    meta = {name: torch.from_numpy(array) if name == GRID else
             torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device="meta")
             for name, array in sample.items()}
     with torch.no_grad(), _replaced(model, recorded):
@@ -133,7 +132,7 @@ def _record(model: Any, sample: Arrays) -> tuple[list[_Call], int]:
 
 def _export(model: Any, samples: Sequence[Arrays], calls: Sequence[Sequence[_Call]],
             num_results: int) -> tuple[onnx.ModelProto, tuple[VisionInput, ...]]:
-    names = [name for name in samples[0] if name != _GRID]
+    names = [name for name in samples[0] if name != GRID]
     inputs = {name: [sample[name] for sample in samples] for name in names}
     computed = list[VisionInput]()
     for index, call in enumerate(calls[0]):
@@ -162,8 +161,8 @@ def _export(model: Any, samples: Sequence[Arrays], calls: Sequence[Sequence[_Cal
                     module._parameters[name] = replaced[id(parameter)]
         examples = {name: torch.zeros(arrays[0].shape, dtype=torch.from_numpy(arrays[0]).dtype)
                     for name, arrays in inputs.items()}
-        encoder = _Encoder(model, names, computed, _GRID in samples[0])
-        outputs = [ROWS, *(f"{ROWS}_{index}" for index in range(num_results - 1))]
+        encoder = _Encoder(model, names, computed, GRID in samples[0])
+        outputs = [IMAGE_ROWS, *(f"{IMAGE_ROWS}_{index}" for index in range(num_results - 1))]
         exported = export_onnx(encoder.eval(), examples, [tuple(shapes)], outputs)
     proto = to_proto(exported, None)
     _remove_added_biases(proto)
@@ -203,7 +202,7 @@ class _Encoder(torch.nn.Module):
             return results if count > 1 else results[0]
 
         if self._has_grid:
-            given[_GRID] = _OneGrid(given["pixel_values"].shape[0])
+            given[GRID] = _OneGrid(given["pixel_values"].shape[0])
         with _replaced(self.model, given_instead):
             rows = _features(self.model, given)
         return rows if len(rows) > 1 else rows[0]

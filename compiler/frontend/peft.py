@@ -22,6 +22,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _FACTORS = re.compile(r"(?P<module>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight")
 _EMBEDDING = re.compile(r"(?P<module>.+)\.lora_embedding_(?P<part>[AB])(?:\.default)?")
+_COPY = ".base_layer.weight"
 _MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
 # Fields of adapter_config.json whose adapters are not the sum of the base and B · A.
 _UNSUPPORTED = ("use_qalora", "layer_replication", "alora_invocation_tokens",
@@ -51,7 +52,9 @@ class PeftAdapter:
         modules: factors of linear layers by module name.
         embeddings: factors of embeddings; the matrix [vocab, hidden] changes by (up · down)ᵀ.
         magnitudes: DoRA's norms float32 [out] by module name.
-        saved: trained parameters that replace those of the base, by name.
+        saved: parameters that replace those of the base, by name.
+        copies: names of those that PEFT saves beside factors of an embedding or a head; they are
+            the base's, which these factors change.
         fan_in_fan_out: whether the base stores these matrices as [in, out].
     """
 
@@ -60,6 +63,7 @@ class PeftAdapter:
     embeddings: Mapping[str, LowRank]
     magnitudes: Mapping[str, np.ndarray]
     saved: Mapping[str, Weight]
+    copies: frozenset[str]
     fan_in_fan_out: bool
 
 
@@ -80,7 +84,7 @@ def read_peft(directory: str | Path) -> PeftAdapter:
                         f"save_pretrained, which writes it")
     factors: dict[re.Pattern[str], dict[str, dict[str, np.ndarray]]] = {
         _FACTORS: {}, _EMBEDDING: {}, _MAGNITUDE: {}}
-    saved = {}
+    saved, copies = dict[str, Weight](), set[str]()
     for key, tensor in open_safetensors(path).items():
         name = key.removeprefix(_PREFIX)
         kind = next((kind for kind in factors if kind.fullmatch(name)), None)
@@ -88,6 +92,8 @@ def read_peft(directory: str | Path) -> PeftAdapter:
             _require_replacement(path, name)
             tensor.require_finite()
             saved[name.replace(".base_layer.", ".")] = tensor
+            if name.endswith(_COPY):
+                copies.add(name.replace(".base_layer.", "."))
             continue
         match = kind.fullmatch(name)
         assert match is not None
@@ -100,7 +106,7 @@ def read_peft(directory: str | Path) -> PeftAdapter:
                         f"LoRA adapter that PEFT has saved")
     return PeftAdapter(directory, pairs[0], pairs[1],
                        {module: parts[""] for module, parts in factors[_MAGNITUDE].items()},
-                       saved, bool(config.get("fan_in_fan_out")))
+                       saved, frozenset(copies), bool(config.get("fan_in_fan_out")))
 
 
 def read_peft_source(directory: str | Path) -> tuple[SourceFile, ...]:

@@ -14,6 +14,7 @@ import onnx_graphsurgeon as gs
 from tokenizers import Tokenizer
 
 from llmc.artifacts.manifest import DraftChain, DraftKind, FeatureRows
+from llmc.artifacts.vision_input import VisionInput
 from llmc.compiler.frontend.origin import Origin
 from llmc.compiler.graph.weights import Weight
 from llmc.runtime.multimodal.processor import ProcessorDescription
@@ -26,7 +27,7 @@ class Check(Protocol):
     """A check of a model before its slow export; raises LlmcError if it cannot be compiled."""
 
     def __call__(self, config: Mapping[str, Any], generation: Mapping[str, Any], has_encoder: bool,
-                 quantized: str, task: str = "generate", /) -> None:
+                 quantized: str, task: str = "generate", takes_images: bool = False, /) -> None:
         """Check a model.
 
         Args:
@@ -35,11 +36,12 @@ class Check(Protocol):
             has_encoder: whether it is an encoder-decoder model.
             quantized: quantization method, if the config does not name it.
             task: what it is compiled for.
+            takes_images: whether its image encoder is compiled.
         """
 
 
 def unchecked(config: Mapping[str, Any], generation: Mapping[str, Any], has_encoder: bool,
-              quantized: str, task: str = "generate") -> None:
+              quantized: str, task: str = "generate", takes_images: bool = False) -> None:
     """Accept every model."""
 
 
@@ -76,6 +78,21 @@ class RawDraft:
 
 
 @dataclass(frozen=True)
+class RawImageEncoder:
+    """An image encoder as an ONNX graph, before any pass.
+
+    Args:
+        graph: inputs are a processor's arrays for one image, without its grid, and those that
+            `computed` computes; outputs are `rows`, float32 [num_rows, hidden_size], and those of
+            deep layers. Attention is a node `BidirectionalAttention`.
+        computed: how inputs are computed from the image's grid.
+    """
+
+    graph: gs.Graph
+    computed: tuple[VisionInput, ...] = ()
+
+
+@dataclass(frozen=True)
 class RawModel:
     """A stateless model as an ONNX graph, before any pass.
 
@@ -95,6 +112,7 @@ class RawModel:
         encoder: an encoder-decoder's graph from `input_ids` to `encoder_output`.
         features: rows that the encoder reads as `input_features` in place of `input_ids`.
         processor: preprocessing of what is no text.
+        image: its image encoder. The graph then keeps the mark of the token embedding's output.
         draft: its draft model. If that reads `hidden`, the graph has this second output.
         origin: the files that the model was read from.
         end_tokens: returns further EOS tokens, given the tokenizer.
@@ -112,6 +130,7 @@ class RawModel:
     encoder: gs.Graph | None = None
     features: FeatureRows | None = None
     processor: ProcessorDescription | None = None
+    image: RawImageEncoder | None = None
     draft: RawDraft | None = None
     origin: Origin = field(default_factory=Origin)
     end_tokens: Callable[[Tokenizer], Sequence[int]] = _no_tokens
@@ -130,6 +149,11 @@ class RawModel:
         """The model's graph, and that of its encoder or those of its draft model."""
         return (self.graph, *([self.encoder] if self.encoder is not None else []),
                 *(self.draft.graphs if self.draft is not None else ()))
+
+    @property
+    def all_graphs(self) -> tuple[gs.Graph, ...]:
+        """`graphs`, and that of the image encoder."""
+        return (*self.graphs, *([self.image.graph] if self.image is not None else []))
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
         """Return `eos_token_id` or the like, from the generation config or else the config.
@@ -166,7 +190,7 @@ def token_ids(key: str, config: Mapping[str, Any], generation: Mapping[str, Any]
 def dequantize(raw: RawModel) -> None:
     """Replace quantized weights by dequantized ones, in place. Shared weights stay shared."""
     dequantized: dict[Weight, Weight] = {}
-    for graph in raw.graphs:
+    for graph in raw.all_graphs:
         for tensor in graph.tensors().values():
             if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight):
                 values = tensor._values

@@ -60,6 +60,14 @@ def name_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Report)
                 report.count("renamed")
 
 
+def name_image_weights(graphs: Sequence[gs.Graph], image: gs.Graph) -> None:
+    """Rename weights of the image encoder that have the name of another weight of the chip."""
+    known = {name for graph in graphs for name in _weights(graph)}
+    for name, tensor in _weights(image).items():
+        if name in known:
+            tensor.name = f"image.{name}"
+
+
 def _weights(graph: gs.Graph) -> dict[str, gs.Constant]:
     return {tensor.name: tensor for node in graph.nodes for tensor in node.inputs
             if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)}

@@ -8,6 +8,8 @@ Or for a target whose kernels take adapters in slots (see llmc.plugins.lora):
 Result:  GemmBiasAct(x, W, bias, lora_ids, lora_down, lora_up, lora_ranks, lora_part), the last one
          a constant
 
+An Embedding takes adapters in rows, too: as a linear layer of one-hot vectors.
+
 Only with `--enable_lora`; otherwise the graph stays as it is. The pass runs after partition, when a
 weight has its final rows and columns, and before quantization, which changes its values. A layer
 whose weight is computed from the checkpoint's, not made of its rows and columns, takes no adapters.
@@ -15,13 +17,14 @@ whose weight is computed from the checkpoint's, not made of its rows and columns
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.manifest import DTypeName, LayerRows, LoraLayer
+from llmc.artifacts.manifest import TIED_TABLE, DTypeName, LayerRows, LoraLayer
 from llmc.compiler.graph.origin import Origin
 from llmc.compiler.graph.rewrite import (
     NoMatch,
@@ -29,6 +32,7 @@ from llmc.compiler.graph.rewrite import (
     Settings,
     arranged,
     graph_input,
+    is_op,
     op_of,
     operands,
     values_of,
@@ -36,9 +40,11 @@ from llmc.compiler.graph.rewrite import (
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.norm_gemm import NORMED
 from llmc.errors import LlmcError
+from llmc.plugins.embedding.op import OP as EMBEDDING
 from llmc.plugins.lora import NORM_INPUTS
 
 _WEIGHT = ".weight"
+_TIED_HEAD = "lm_head"  # transformers' name of a head whose weight is the embedding's
 
 
 class LoraInput(gs.Variable):
@@ -74,27 +80,35 @@ def lora(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None
     graph, groups = graphs[0], dict[tuple[str, ...], int]()
     slots = settings.target.adapters == "slots"
     known: dict[str, dict[str, gs.Tensor]] = {}
+    tables = {id(values_of(operands(node)["table"])) for node in graph.nodes
+              if is_op(node, EMBEDDING)}
+    tied = tables & {id(values_of(operands(node)["weight"])) for node in graph.nodes
+                     if (op := op_of(node)) is not None and "lora_a" in op.input_names
+                     and not is_op(node, EMBEDDING)}
     for node in graph.nodes:
         op = op_of(node)
-        if op is None or "lora_a" not in op.input_names:
+        if op is None or "lora_a" not in op.input_names or (slots and is_op(node, EMBEDDING)):
             continue
         given = operands(node)
+        if is_op(node, EMBEDDING):
+            _adapt_table(graph, node, known, groups, tied)
+            report.count("embeddings")
+            continue
         weight = given["weight"]
         origin = values_of(weight).origin
+        layer = weight.name.removesuffix(NORMED).removesuffix(_WEIGHT)
+        if origin is not None and id(values_of(weight)) in tied:
+            origin, layer = replace(origin, names=(f"{_TIED_HEAD}{_WEIGHT}",)), _TIED_HEAD
         if origin is None or not all(name.endswith(_WEIGHT) for name in origin.names):
             node.inputs = arranged(op, {name: tensor for name, tensor in given.items()
                                         if name not in NORM_INPUTS})
             report.refuse(node, NoMatch("its weight is not rows and columns of linear layers, so "
                                         "it takes no adapters", weight))
             continue
-        layer = weight.name.removesuffix(NORMED).removesuffix(_WEIGHT)
         if layer not in known:
-            kinds = tuple(name.removesuffix(_WEIGHT).rpartition(".")[2] for name in origin.names)
-            first = LoraInput(layer, groups.setdefault(kinds, len(groups)), origin, slots=slots)
+            first = LoraInput(layer, _group(origin, groups), origin, slots=slots)
             known[layer] = _in_slots(first) if slots else _in_rows(graph, first)
-            graph.inputs.extend(tensor for tensor in known[layer].values()
-                                if isinstance(tensor, gs.Variable)
-                                and all(tensor is not given for given in graph.inputs))
+            _add_inputs(graph, known[layer])
         rows = given["x"].shape[0]
         node.inputs = arranged(op, {
             **given, **known[layer], "lora_ids": graph_input(
@@ -103,6 +117,51 @@ def lora(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None
     if not known:
         raise LlmcError(f"enable_lora is given, but no linear layer of '{settings.model}' can take "
                         f"adapters; leave it out, or merge one with --adapter")
+
+
+def _adapt_table(graph: gs.Graph, node: gs.Node, known: dict[str, dict[str, gs.Tensor]],
+                 groups: dict[tuple[str, ...], int], tied: Set[int]) -> None:
+    """Give an Embedding the inputs of adapters, if its table is a parameter's rows.
+
+    Args:
+        tied: ids of tables that are weights of linear layers, too.
+    """
+    given = operands(node)
+    table = values_of(given["table"])
+    origin = None if table.origin is None else _turned(table.origin)
+    if origin is None:
+        return
+    if id(table) in tied:  # it may have the head's name
+        origin = replace(origin, names=(f"{TIED_TABLE}{_WEIGHT}",))
+    layer = origin.names[0].removesuffix(_WEIGHT)
+    known[layer] = _in_rows(graph, LoraInput(layer, _group(origin, groups), origin, slots=False))
+    _add_inputs(graph, known[layer])
+    op = op_of(node)
+    assert op is not None
+    node.inputs = arranged(op, {**given, **known[layer], "lora_ids": graph_input(
+        graph, "lora_ids", given["input_ids"].shape)})
+
+
+def _turned(origin: Origin) -> Origin | None:
+    """The origin of a table's transpose, whose columns of zeros are those of any row.
+
+    No token has an id of these.
+    """
+    if len(origin.names) > 1 or not origin.names[0].endswith(_WEIGHT):
+        return None
+    return replace(origin, source=np.zeros_like(origin.source),
+                   row=np.where(origin.source < 0, 0, origin.row)).transpose()
+
+
+def _group(origin: Origin, groups: dict[tuple[str, ...], int]) -> int:
+    """The number of the group of layers with modules of these names, which may be new."""
+    kinds = tuple(name.removesuffix(_WEIGHT).rpartition(".")[2] for name in origin.names)
+    return groups.setdefault(kinds, len(groups))
+
+
+def _add_inputs(graph: gs.Graph, tensors: Mapping[str, gs.Tensor]) -> None:
+    graph.inputs.extend(tensor for tensor in tensors.values() if isinstance(tensor, gs.Variable)
+                        and all(tensor is not given for given in graph.inputs))
 
 
 def _in_rows(graph: gs.Graph, left: LoraInput) -> dict[str, gs.Tensor]:

@@ -14,6 +14,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.artifacts.manifest import Chip, FileEntry, Target
+from llmc.artifacts.vision_input import VisionInput
 from llmc.compiler.options import CompileOptions
 from llmc.targets import target_spec
 
@@ -33,6 +34,14 @@ class Draft:
     later: tuple[gs.Graph, ...] = ()
 
 
+@dataclass(frozen=True)
+class ImageEncoder:
+    """The image encoder of rank 0; see `RawImageEncoder`."""
+
+    graph: gs.Graph
+    computed: tuple[VisionInput, ...]
+
+
 class Backend(Protocol):
     """The interface of a target's module."""
 
@@ -44,9 +53,11 @@ class Backend(Protocol):
         """
 
     def emit(self, graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
-             encoder: gs.Graph | None = None, *, draft: Draft | None = None) -> \
-            tuple[Chip, list[FileEntry]]:
-        """Write `chip<rank>/`. `draft` is given to targets that run draft models.
+             encoder: gs.Graph | None = None, *, draft: Draft | None = None,
+             image: ImageEncoder | None = None) -> tuple[Chip, list[FileEntry]]:
+        """Write `chip<rank>/`.
+
+        `draft` and `image` are given to targets that run draft models and image encoders.
 
         Returns:
             The chip's entry of the manifest, and its files by their names in that directory.

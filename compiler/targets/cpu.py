@@ -26,6 +26,7 @@ from llmc.compiler.artifact import (
     describe_chip,
     describe_draft,
     describe_encoder,
+    describe_image,
     graph_step,
     split_at_collectives,
     to_onnx,
@@ -35,7 +36,7 @@ from llmc.compiler.artifact import (
 from llmc.compiler.graph.rewrite import fields_of, is_op, op_of, operands, producer, values_of
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.options import CompileOptions
-from llmc.compiler.targets import Draft
+from llmc.compiler.targets import Draft, ImageEncoder
 from llmc.errors import LlmcError
 from llmc.plugins.experts.op import OP as EXPERTS
 from llmc.plugins.route.op import OP as ROUTE
@@ -50,15 +51,16 @@ def describe(options: CompileOptions) -> Target:
 
 
 def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
-         encoder: gs.Graph | None = None, *, draft: Draft | None = None) -> \
-        tuple[Chip, list[FileEntry]]:
+         encoder: gs.Graph | None = None, *, draft: Draft | None = None,
+         image: ImageEncoder | None = None) -> tuple[Chip, list[FileEntry]]:
     """Write `chip<rank>/` and describe it.
 
     Raises:
         LlmcError: the kernel of the experts does not support their scales.
     """
     drafts = [] if draft is None else [draft.graph, *draft.later]
-    graphs = [graph, *([encoder] if encoder is not None else []), *drafts]
+    graphs = [graph, *([encoder] if encoder is not None else []), *drafts,
+              *([] if image is None else [image.graph])]
     for each in graphs:
         _check_expert_scales(each)
     name = f"chip{rank}"
@@ -85,6 +87,11 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
         drafting.append(describe_draft(each, draft_steps))
     chip = describe_chip(graph, rank, steps, sum(place.length for place in places.values()),
                          program, *drafting)
+    if image is not None:
+        image_steps, more = _write_steps(image.graph, places, directory, CPU.image_file, "image")
+        files += more
+        chip = chip.model_copy(update={
+            "image": describe_image(image.graph, image_steps, image.computed)})
     return chip, [weights, *files]
 
 

@@ -65,6 +65,7 @@ from llmc.compiler.options import CompileOptions
 from llmc.compiler.targets import Draft
 from llmc.compiler.targets.typed_onnx import typed_onnx
 from llmc.errors import LlmcError
+from llmc.plugins.input_embeds.op import OP as INPUT_EMBEDS
 from llmc.targets import CUDA
 
 # Program of the engine, and graph for ONNX Runtime.
@@ -282,7 +283,8 @@ def _plan(graph: gs.Graph, kept: Collection[int], memory: Sequence[gs.Tensor], d
     for tensor in given if memory else (*graph.outputs, *given):
         last_use[id(tensor)] = len(graph.nodes)
     for node in reversed(graph.nodes):
-        if _op(node) in ("Gather", "InputEmbeds"):  # an engine may read the first input in place
+        # The engine may read the first input in place.
+        if _op(node) in ("Gather", INPUT_EMBEDS.name):
             rows, selected = id(node.inputs[0]), id(node.outputs[0])
             last_use[rows] = max(last_use[rows], last_use[selected])
     values = [(step, tensor) for step, node in enumerate(graph.nodes) for tensor in node.outputs

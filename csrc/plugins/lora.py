@@ -128,7 +128,8 @@ def slot_inputs(rng: np.random.Generator, ids: np.ndarray, columns: int, rows: i
     return made
 
 
-_SELECT = ("lora_last = Constant<value_ints=[-1]>()",
+# ONNX text for lora_hidden, the elements of lora_all [rows, lora_rows] that are of a row's slot.
+SELECT = ("lora_last = Constant<value_ints=[-1]>()",
            "lora_column = Unsqueeze(lora_ids, lora_last)",
            "lora_own = Equal(lora_column, lora_owner)", "lora_none = Constant<value_float=0.0>()",
            "lora_hidden = Where(lora_own, lora_all, lora_none)")
@@ -144,7 +145,7 @@ def adapter_text(present: frozenset[str], made: str, x: str) -> list[str]:
     if "lora_down" in present:
         return _slot_text(present, made, x)
     return ["lora_at = Transpose<perm=[1, 0]>(lora_a)", f"lora_all = MatMul({x}, lora_at)",
-            *_SELECT, f"{made} = MatMul(lora_hidden, lora_b)"]
+            *SELECT, f"{made} = MatMul(lora_hidden, lora_b)"]
 
 
 def _slot_text(present: frozenset[str], made: str, x: str) -> list[str]:
@@ -206,7 +207,7 @@ def cpu_adapter_text(made: str, x: str, added: str) -> list[str]:
 
     ONNX Runtime computes the selection once for all layers.
     """
-    return [f"lora_all = Gemm<transB=1>({x}, lora_a)", *_SELECT,
+    return [f"lora_all = Gemm<transB=1>({x}, lora_a)", *SELECT,
             f"{made} = Gemm(lora_hidden, lora_b{', ' if added else ''}{added})"]
 
 

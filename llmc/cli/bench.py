@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from llmc.runtime.benchmark import Row, Speculation
+    from llmc.runtime.random_images import RandomImages
 
 
 @click.command("bench")
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
                    "at once.")
 @click.option("--shared_prefix", default=0,
               help="Length of a prefix that all random requests share, in tokens.")
+@click.option("--images", default=None, metavar="NxWxH",
+              help="Random images of each prompt, such as 1x1024x1024: count x width x height. "
+                   "They are preprocessed before the time is taken.")
 @click.option("--audio", "audio_seconds", type=float, default=None, metavar="SECONDS",
               help="Measure the real-time factor of a speech model with audio of this length, for "
                    "each batch size.")
@@ -53,8 +57,8 @@ if TYPE_CHECKING:
 @json_option
 def bench_command(directory: Path | None, case_dir: Path | None, batch_size: str,
                   input_output_len: str, runs: int, device: list[int] | None, requests: str | None,
-                  request_rate: float, shared_prefix: int, audio_seconds: float | None,
-                  as_json: bool, **loading: Any) -> None:
+                  request_rate: float, shared_prefix: int, images: str | None,
+                  audio_seconds: float | None, as_json: bool, **loading: Any) -> None:
     """Measure throughput and latency of a grid of lengths or of a serving workload.
 
     With --speculate, plain decoding is measured in alternation. Random prompts repeat nothing, so
@@ -65,37 +69,44 @@ def bench_command(directory: Path | None, case_dir: Path | None, batch_size: str
 
     from llmc.runtime.benchmark import check_grid, measure, parse_grid
     from llmc.runtime.core.llm import LLM
+    from llmc.runtime.random_images import RandomImages
 
     case_dir = require_case_dir(directory, case_dir)
+    pictures = None if images is None else RandomImages.parse(images)
     if runs < 1:
         raise LlmcError(f"--runs is {runs}, expected at least 1; give a larger number")
     if audio_seconds is not None:
-        if requests is not None:
-            raise LlmcError("both --audio and --requests are given; give only one")
+        if requests is not None or images is not None:
+            raise LlmcError(f"--{'images' if requests is None else 'requests'} is given with "
+                            f"--audio; give only one")
         _bench_speech(case_dir, device, loading, batch_size, audio_seconds, runs, as_json)
         return
     if requests is not None:
-        _bench_traffic(case_dir, device, loading, requests, request_rate, shared_prefix, runs,
-                       as_json)
+        _bench_traffic(case_dir, device, loading, requests, request_rate, shared_prefix,
+                       pictures, runs, as_json)
         return
     grid = parse_grid(batch_size, input_output_len)
     if loading["max_batch_size"] is None:
         loading["max_batch_size"] = max(cell[0] for cell in grid)
     # Prefix caching would skip the prefill of every run after the first.
     with LLM(case_dir, device=device, **{**loading, "prefix_reuse": False}) as llm:
-        check_grid(llm, grid)
-        rows = [measure(llm, *cell, runs=runs, compare=loading["speculate"] != "off")
+        check_grid(llm, grid, pictures)
+        rows = [measure(llm, *cell, runs=runs, compare=loading["speculate"] != "off",
+                        images=pictures)
                 for cell in grid]
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(row) for row in rows]))
         return
     table = Table()
-    for name in ("batch", "input", "output", "tokens/s", "latency(ms)", "Tctx(ms)", "Tgen(ms)"):
+    times = ("preprocess(ms)",) if pictures else ()
+    for name in ("batch", "input", "output", "tokens/s", "latency(ms)", "Tctx(ms)", "Tgen(ms)",
+                 *times):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(str(row.batch), str(row.input_length), str(row.output_length),
-                      *(f"{value:.2f}" for value in (row.tokens_per_sec, row.latency_ms,
-                                                     row.tctx_ms, row.tgen_ms)))
+                      *(f"{value:.2f}" for value in (
+                          row.tokens_per_sec, row.latency_ms, row.tctx_ms, row.tgen_ms,
+                          row.preprocess_ms) if value is not None))
     console = Console()
     console.print(table)
     if loading["speculate"] != "off":
@@ -148,8 +159,8 @@ def _bench_speech(case_dir: Path, device: list[int] | None, loading: dict[str, A
 
 
 def _bench_traffic(case_dir: Path, device: list[int] | None, loading: dict[str, Any],
-                   source: str, rate: float, shared_prefix: int, runs: int,
-                   as_json: bool) -> None:
+                   source: str, rate: float, shared_prefix: int, images: RandomImages | None,
+                   runs: int, as_json: bool) -> None:
     """Run a serving workload and print its throughput and latency."""
     from rich.console import Console
     from rich.table import Table
@@ -163,7 +174,7 @@ def _bench_traffic(case_dir: Path, device: list[int] | None, loading: dict[str, 
         raise LlmcError(f"--shared_prefix is {shared_prefix}, expected 0 or more tokens; give a "
                         f"larger number")
     with sigterm_as_interrupt(), LLM(case_dir, device=device, **loading) as llm:
-        traffic = read_workload(llm, source, rate, shared_prefix)
+        traffic = read_workload(llm, source, rate, shared_prefix, images)
         completions = sum(params.n for params in traffic.params)
         with ProgressBar() as bar:
             if loading["speculate"] == "off":

@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -20,9 +21,13 @@ if TYPE_CHECKING:
     from llmc.runtime.sampling.params import SamplingParams
 
 
-def converse(llm: LLM, params: SamplingParams, meter: Meter, adapter: str | None = None) -> \
-        None:
-    """Run a conversation in the terminal until Ctrl-D."""
+def converse(llm: LLM, params: SamplingParams, meter: Meter, adapter: str | None = None,
+             images: Sequence[Path] = ()) -> None:
+    """Run a conversation in the terminal until Ctrl-D.
+
+    Args:
+        images: pictures of its first message.
+    """
     from llmc.runtime.chat import Chat
 
     with suppress(ImportError):
@@ -34,7 +39,7 @@ def converse(llm: LLM, params: SamplingParams, meter: Meter, adapter: str | None
         try:
             message = input("> ")
             if message.strip():
-                print_answer(chat.say(message), meter)
+                print_answer(chat.say(message, () if chat.messages else images), meter)
         except KeyboardInterrupt:
             click.echo(err=True)
         except EOFError:

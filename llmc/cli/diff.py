@@ -21,6 +21,9 @@ from llmc.cli.progress import Phases
               help="Directory with config.json and tokenizer of an .onnx reference.")
 @click.option("--prompt", default=None,
               help="Text to compare the models on.  [default: random tokens]")
+@click.option("--image", "images", multiple=True, type=click.Path(path_type=Path),
+              help="Picture of a prompt to compare as well: its encoder rows, layers and logits; "
+                   "may be repeated. --prompt then has the model's placeholder for each.")
 @click.option("--tolerance", type=float, default=None,
               help="Tolerance of every tensor, relative to its range.  [default: see above]")
 @click.option("--tokens", default=16, help="Number of greedy tokens to compare.")

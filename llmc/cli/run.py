@@ -38,6 +38,7 @@ from llmc.errors import CheckFailed, LlmcError
 if TYPE_CHECKING:
     from llmc.runtime.core.llm import LLM
     from llmc.runtime.core.request import Completion
+    from llmc.runtime.prompts import Prompt
     from llmc.runtime.sampling.params import SamplingParams
 
 
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
 @click.option("--prompt_file", type=click.Path(path_type=Path), default=None,
               help="JSON lines of requests with prompt, token_ids or messages and sampling "
                    "options, answered by JSON lines; -: standard input.")
+@click.option("--image", "images", multiple=True, type=click.Path(path_type=Path),
+              help="Picture for each prompt, or for the first message of a conversation; may be "
+                   "repeated. Without --chat, a prompt has the model's placeholder for each.")
 @click.option("--chat", is_flag=True,
               help="Apply the chat template to each prompt; without prompts, in a terminal: hold "
                    "a conversation.")
@@ -67,9 +71,9 @@ if TYPE_CHECKING:
               help="File to append the settings and the generation rate to.  [default: none]")
 @json_option
 def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | None,
-                prompts: tuple[str, ...], prompt_file: Path | None, chat: bool,
-                generation_config: str, tp_size: int | None, device: list[int] | None,
-                log_file: str, as_json: bool, **options: Any) -> None:
+                prompts: tuple[str, ...], prompt_file: Path | None, images: tuple[Path, ...],
+                chat: bool, generation_config: str, tp_size: int | None,
+                device: list[int] | None, log_file: str, as_json: bool, **options: Any) -> None:
     """Complete prompts with the model in the case directory DIR, streaming the text.
 
     An embedding model or classifier prints a JSON line with the result of each prompt. A speech
@@ -82,13 +86,16 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
     loading = pop_loading_options(options)
     loading["adapters"], adapter = options.pop("adapters"), options.pop("adapter")
     speech = pop_speech_options(options)
-    if speech is not None and (chat or prompt_file is not None):
-        raise LlmcError(f"--{'chat' if chat else 'prompt_file'} is given with --audio; leave one "
-                        f"out")
+    if speech is not None and (chat or images or prompt_file is not None):
+        name = "chat" if chat else "image" if images else "prompt_file"
+        raise LlmcError(f"--{name} is given with --audio; leave one out")
     if options["logprobs"] is not None and not as_json and prompt_file is None:
         raise LlmcError("--logprobs needs --json, which prints them; add --json")
     if prompt_file is not None and prompts:
         raise LlmcError("both --prompt and --prompt_file are given; give only one")
+    if prompt_file is not None and images:
+        raise LlmcError("both --image and --prompt_file are given; name pictures in the file's "
+                        "requests, as images or in messages")
     case_dir, configured = _resolve_case(directory, case_dir, hf_dir)
     if tp_size is not None and configured not in (None, tp_size):
         raise LlmcError(f"--tp_size is {tp_size}, but tensor_parallel in the config of '{hf_dir}' "
@@ -100,6 +107,9 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
                         f"{manifest.tp_size}; use that, or compile again")
     if manifest.pooling is not None and chat:
         raise LlmcError(f"--chat is given, but '{case_dir}' was compiled for task "
+                        f"{manifest.pooling.task}; leave it out")
+    if manifest.pooling is not None and images:
+        raise LlmcError(f"--image is given, but '{case_dir}' was compiled for task "
                         f"{manifest.pooling.task}; leave it out")
     params = sampling_params(options, manifest if generation_config == "auto" else None)
     if str(prompt_file) == "-" and sys.stdin.isatty():
@@ -124,11 +134,12 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
         elif llm.manifest.pooling is not None:
             failed = _run_pooled(llm, lines, prompts, meter)
         elif talk:
-            converse(llm, params, meter, adapter)
+            converse(llm, params, meter, adapter, images)
         elif lines is not None:
             failed = _run_requests(llm, lines, params, chat, meter, adapter)
         else:
-            _run_prompts(llm, prompts, params, chat, as_json, meter, adapter)
+            inputs = [_input(llm, prompt, images, chat) for prompt in prompts]
+            _run_prompts(llm, prompts, inputs, params, as_json, meter, adapter)
     if speech is None:
         rate = f"{meter.tokens} tokens in {meter.seconds:.2f} s, {meter.rate:.1f} tokens/s"
     click.echo(rate, err=True)
@@ -138,10 +149,19 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
         raise CheckFailed(f"{failed} request(s) of {name} failed; see their results")
 
 
-def _run_prompts(llm: LLM, prompts: Sequence[str], params: SamplingParams, chat: bool,
-                 as_json: bool, meter: Meter, adapter: str | None) -> None:
+def _input(llm: LLM, prompt: str, images: Sequence[Path], chat: bool) -> Prompt:
+    """Return what the model gets for a prompt with pictures."""
+    from llmc.runtime.multimodal.messages import user_message
+
+    if chat:
+        return llm.chat_prompt([user_message(prompt, images)])
+    return llm.media_prompt(prompt, images=images) if images else prompt
+
+
+def _run_prompts(llm: LLM, prompts: Sequence[str], inputs: Sequence[Prompt],
+                 params: SamplingParams, as_json: bool, meter: Meter,
+                 adapter: str | None) -> None:
     """Stream a single completion; print several as blocks when they end, or as JSON."""
-    inputs = [llm.chat_prompt(prompt) if chat else prompt for prompt in prompts]
     total = len(prompts) * params.n
     meter.start()
     if total == 1 and not as_json:

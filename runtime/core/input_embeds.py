@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+
+from llmc.runtime.multimodal.items import PlaceholderRange
 
 
 @dataclass(eq=False)
@@ -17,17 +19,33 @@ class InputEmbeds:
     Args:
         positions: int64 [n], ascending positions in the prompt.
         keys: of each row, bytes that identify its contents in names of cached blocks.
-        rows: float32 [n, width]; None: not encoded yet.
+        rows: float32 [n, width]; None: the rows of `items`, which the engine encodes.
+        items: positions of images, in order.
     """
 
     positions: np.ndarray
     keys: Sequence[bytes]
     rows: np.ndarray | None = None
+    items: Sequence[PlaceholderRange] = ()
 
     @staticmethod
     def of(positions: np.ndarray, rows: np.ndarray) -> InputEmbeds:
         """Rows that are known, identified by their values."""
         return InputEmbeds(positions, [hashlib.sha256(row).digest() for row in rows], rows)
+
+    @staticmethod
+    def of_items(items: Sequence[PlaceholderRange]) -> InputEmbeds:
+        """Rows of images, identified by what the encoder reads."""
+        keys = [bytes.fromhex(own.item.digest) + index.to_bytes(4, "little")
+                for own in items for index in range(len(own.positions))]
+        return InputEmbeds(np.concatenate([own.positions for own in items]), keys, items=items)
+
+    def items_within(self, start: int, stop: int) -> Iterator[tuple[int, PlaceholderRange]]:
+        """Number and place of each item with a row at positions from `start` to `stop`."""
+        for index, own in enumerate(self.items):
+            first, last = np.searchsorted(own.positions, (start, stop)).tolist()
+            if first < last:
+                yield index, own
 
     @cached_property
     def _places(self) -> list[int]:

@@ -35,6 +35,7 @@ from llmc.errors import LlmcError, shown
 from llmc.limits import MAX_SEQUENCES
 from llmc.memory import memory_errors
 from llmc.runtime.core.adapters import AdapterRegistry
+from llmc.runtime.core.encoder_cache import EncoderCache
 from llmc.runtime.core.loop import (
     ClientCall,
     Loop,
@@ -146,6 +147,8 @@ class _Loaded:
         max_loras: adapters that a step may mix; others wait for a slot, and the least recently used
             one makes room.
         max_lora_rank: highest rank of an adapter, up to 256. None: that of `adapters`, at least 16.
+        encoder_cache_gb: gigabytes of encoded images of each replica, which equal images of later
+            prompts share.
 
     Raises:
         LlmcError: the case directory is missing, broken or of a newer format; the devices do not
@@ -173,7 +176,7 @@ class _Loaded:
                  attention_backend: str | None = None, speculate: Method = "off",
                  num_speculative_tokens: int | Literal["auto"] = "auto",
                  adapters: Mapping[str, str | Path] | None = None, max_loras: int = 8,
-                 max_lora_rank: int | None = None) -> None:
+                 max_lora_rank: int | None = None, encoder_cache_gb: float = 1.0) -> None:
         self._loops: list[Loop] = []
         weakref.finalize(self, _close, self._loops)  # also at the end of the process
         self._dealt = 0  # completions distributed to replicas, round-robin
@@ -198,6 +201,7 @@ class _Loaded:
         _check_drafts(speculation, self.manifest.draft)
         verify_files(self.manifest, self.case_dir, hashes=verify)
         max_loras = _integer("max_loras", max_loras, 1)
+        self._encoder_cache_bytes = int(_positive("encoder_cache_gb", encoder_cache_gb) * 1e9)
         self._adapters = _read_adapters(self.manifest, self.case_dir, adapters, max_lora_rank,
                                         verify)
         if max_num_batched_tokens is None:
@@ -242,7 +246,8 @@ class _Loaded:
                                       encodes=encodes)
                 self._loops.append(Loop(
                     engine, Scheduler(engine.limits, config.max_num_batched_tokens,
-                                      max_itl=max_itl, reuse=prefix_reuse, drafts=planner),
+                                      max_itl=max_itl, reuse=prefix_reuse, drafts=planner,
+                                      images=self._encoder_cache()),
                     self._reader.completing, self._reader.searching, encodes=encodes,
                     check_step=check_step, skip_step=skip_step, method=speculation.method,
                     pools=self.manifest.pooling is not None))
@@ -254,6 +259,13 @@ class _Loaded:
         except BaseException:
             _close(self._loops)
             raise
+
+    def _encoder_cache(self) -> EncoderCache | None:
+        """A replica's cache of encoded images; None if the model takes none."""
+        image, width = self.manifest.image, self.manifest.embeds_width
+        if image is None or width is None:
+            return None
+        return EncoderCache(self._encoder_cache_bytes, 4 * width * len(image.outputs))
 
     def chat_prompt(self, messages: Messages, *,
                     tools: Sequence[Mapping[str, object]] | None = None,
@@ -1078,7 +1090,7 @@ def _integer(name: str, value: object, least: int) -> int:
     except (TypeError, ValueError) as error:
         raise LlmcError(f"{name} is {shown(value)}; give {error}") from None
     if read < least:
-        raise LlmcError(f"{name} {read} is below {least}")
+        raise LlmcError(f"{name} {read} is below {least}; give {least} or more")
     return read
 
 

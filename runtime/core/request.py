@@ -17,6 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from llmc.artifacts.manifest import MANIFEST_NAME, PROCESSOR, Manifest
+from llmc.artifacts.vision_input import GRID
 from llmc.errors import LlmcError, shown
 from llmc.runtime.chat_template import ChatTemplate
 from llmc.runtime.core.adapters import Adapter
@@ -25,12 +26,14 @@ from llmc.runtime.core.prompt_scores import PromptScores
 from llmc.runtime.core.scheduler import SequenceOutput
 from llmc.runtime.core.step import EncoderInput, SamplingState
 from llmc.runtime.message_forms import ContentFormat
+from llmc.runtime.multimodal.items import PLURALS, MediaItem
 from llmc.runtime.multimodal.messages import MediaSource, has_media, load_source, split_media
 from llmc.runtime.prompts import (
     ROW,
     EmbedsPrompt,
     MediaPrompt,
     Prompt,
+    UnprocessedPrompt,
     read_messages,
     read_prompts,
     read_token_ids,
@@ -53,7 +56,6 @@ from llmc.runtime.speculation.planner import SequenceDrafts
 from llmc.runtime.tokenizer import encode, load_tokenizer
 
 if TYPE_CHECKING:
-    from llmc.runtime.multimodal.items import MediaItem
     from llmc.runtime.multimodal.processor import Processor
 
 
@@ -475,10 +477,11 @@ class InputProcessor:
             if id(given) not in decodings:
                 decodings[id(given)] = self._decoding(given)
             embeds = None
+            if isinstance(prompt, UnprocessedPrompt):
+                prompt = self.media_prompt(prompt.prompt, prompt.images, prompt.audio, True)
             if isinstance(prompt, MediaPrompt):
-                raise LlmcError(f"'{self.manifest.source.architecture}' was compiled without an "
-                                f"encoder of images or audio; give text only")
-            if isinstance(prompt, EmbedsPrompt):
+                decoded, source, embeds = self._read_media(prompt, given)
+            elif isinstance(prompt, EmbedsPrompt):
                 decoded, source, embeds = self._read_embeds(prompt, given)
             else:
                 ids = self.tokenize(prompt) if isinstance(prompt, str) else prompt
@@ -516,6 +519,48 @@ class InputProcessor:
         ids = [0 if token == ROW else token for token in prompt.token_ids]
         self.check_tokens(ids)
         return array("i", ids), array("i", known), InputEmbeds.of(positions, prompt.rows)
+
+    def _read_media(self, prompt: MediaPrompt, params: SamplingParams) -> \
+            tuple[Sequence[int], Sequence[int], InputEmbeds]:
+        """Check a prompt with images; return `prompt`, `source` and `embeds` of its request.
+
+        Raises:
+            LlmcError: the model does not take its items, or its parameters ask for what rows do
+                not have.
+        """
+        for own in prompt.ranges:
+            self._check_item(own.item)
+        if params.prompt_logprobs is not None:
+            raise LlmcError("prompt_logprobs is given for a prompt with images, whose rows are no "
+                            "tokens; leave it out")
+        self.check_tokens(prompt.token_ids)
+        ids = array("i", prompt.token_ids)
+        return ids, ids, InputEmbeds.of_items(prompt.ranges)
+
+    def _check_item(self, item: MediaItem) -> None:
+        """Check that the image encoder takes what the processor gave.
+
+        Raises:
+            LlmcError: there is no such encoder, or an array has another shape.
+        """
+        program, name = self.manifest.image, self.manifest.source.architecture
+        if program is None or item.modality != "image":
+            raise LlmcError(f"'{name}' was compiled without an encoder of "
+                            f"{PLURALS[item.modality]}; give text only")
+        computed = {key for own in program.computed for key in own.names}
+        expected = {tensor.name: tensor for tensor in program.inputs if tensor.name not in computed}
+        if expected.keys() != item.arrays.keys() - {GRID}:
+            raise LlmcError(f"the processor gives {', '.join(sorted(item.arrays))}, the image "
+                            f"encoder of '{name}' reads {', '.join(expected)}; compile the model "
+                            f"again")
+        for key, tensor in expected.items():
+            shape = item.arrays[key].shape
+            if len(shape) != len(tensor.shape) or any(
+                    isinstance(size, int) and size != given
+                    for size, given in zip(tensor.shape, shape, strict=True)):
+                raise LlmcError(f"an image gives {key} {list(shape)}, the image encoder of "
+                                f"'{name}' reads {list(tensor.shape)}; give an image of another "
+                                f"size")
 
     def speech_request(self, prompt: Sequence[int], rows: np.ndarray, params: SamplingParams,
                        rules: SpeechRules) -> Request:
@@ -766,12 +811,13 @@ class InputProcessor:
         if len(ids) > dims.max_seq_len:
             raise LlmcError(f"the prompt has {len(ids)} tokens, the KV cache has room for "
                             f"{dims.max_seq_len}; shorten it, or compile with a larger "
-                            f"--max_seq_len")
+                            f"--max_seq_len, up to the model's maximum")
         self._check_tokens(ids)
 
 
 def _no_tokenizer() -> LlmcError:
-    return LlmcError("this model was compiled without a tokenizer; give token ids")
+    return LlmcError("this model was compiled without a tokenizer; give token ids instead of text, "
+                     "or compile it again with its tokenizer.json")
 
 
 def _default_params(manifest: Manifest) -> SamplingParams:

@@ -30,6 +30,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from llmc.runtime.core.adapters import Adapter, AdapterSlots
+from llmc.runtime.core.encoder_cache import EncoderCache
 from llmc.runtime.core.encoder_rows import EncoderRows
 from llmc.runtime.core.fair_queue import HEAD_START, Order, Share, WaitingGroup, has_waited_for
 from llmc.runtime.core.input_embeds import InputEmbeds
@@ -46,6 +47,7 @@ from llmc.runtime.core.step import (
     StepOutput,
 )
 from llmc.runtime.core.step_times import StepTimes
+from llmc.runtime.multimodal.items import MediaItem
 from llmc.runtime.sampling.beam_search import Candidates
 from llmc.runtime.sampling.sampler import Logprobs
 from llmc.runtime.speculation.engine_drafts import MATCH
@@ -88,6 +90,7 @@ class Sequence:
         embeds: rows of its prompt in place of token embeddings.
 
     Attributes:
+        held: numbers of the images in `embeds` that it holds in the encoder cache.
         tokens: generated tokens that the host has read. A beam search keeps its own.
         computed: positions that are in the cache after all submitted steps, if drafts are accepted.
             With recurrent state, those up to the stored state.
@@ -136,6 +139,7 @@ class Sequence:
     share: Share = field(init=False, repr=False)
     group: WaitingGroup | None = None
     last_step: int = 0
+    held: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.known = len(self.prompt)  # prompt tokens and generated tokens
@@ -287,19 +291,23 @@ class Scheduler:
         reuse: prefix caching. Off for models with recurrent state, which blocks do not contain,
             and for sequences that must be computed whole.
         drafts: chooses the drafts of sequences that have any.
+        images: the engine's cache of encoded images. As many of their rows are encoded in a step
+            as it may have tokens, and at least one image.
 
     Attributes:
         preemptions: number of preemptions.
         queries, hits: prompt tokens of admitted sequences, and those found in the prefix cache.
         step_times: durations of steps.
-        drafts: see the argument.
+        drafts, images: see the arguments.
         adapters: the engine's slots of adapters.
     """
 
     def __init__(self, limits: EngineLimits, max_num_batched_tokens: int, *,
                  max_itl: float | None = None, reuse: bool = True,
-                 drafts: DraftPlanner | None = None) -> None:
+                 drafts: DraftPlanner | None = None,
+                 images: EncoderCache | None = None) -> None:
         self.limits = limits
+        self.images = images
         self.drafts = drafts
         self.budget = max(max_num_batched_tokens, limits.max_slots)
         self._max_itl = max_itl
@@ -437,12 +445,15 @@ class Scheduler:
             if count > 1 and not sequence.decodes(count):
                 count = self._fit(sequence, count, max(budget, 0))
                 budget -= count
+            elif sequence.embeds is not None:
+                count = self._before_images(sequence, count)
             if count > 0 and sequence.slots and self._make_room(sequence, count, rows):
                 self._make_room_for_drafts(sequence, count)
                 copies += self._copy_on_write(sequence)
                 self._append(rows, sequence, count)
         while budget > 0 and (new := self._admit_next(rows, budget)):
-            count = self._fit(new, new.known - new.computed, budget)
+            count = self._fit(new, new.known - new.computed, budget) or \
+                self._before_images(new, 1, forced=True)
             budget -= count
             copies += self._copy_on_write(new)
             self._append(rows, new, count)
@@ -567,9 +578,43 @@ class Scheduler:
     def _fit(self, sequence: Sequence, count: int, budget: int) -> int:
         """Limit `count` new tokens to the budget and to what can be scored."""
         count = min(self._before_branching(sequence, count), budget)
+        count = self._before_images(sequence, count)
         if sequence.scores is None:
             return count
         return sequence.scores.fit(sequence.computed, count, self._score_room)
+
+    def _before_images(self, sequence: Sequence, count: int, *, forced: bool = False) -> int:
+        """Limit `count` new tokens to those whose images are encoded, in this step at the latest.
+
+        Args:
+            forced: encode them even if there is no room for it.
+        """
+        if sequence.embeds is None or self.images is None:
+            return count
+        start = sequence.computed
+        for index, own in sequence.embeds.items_within(start, start + count):
+            if index in sequence.held:
+                continue
+            if not forced and not self._can_hold(own.item):
+                return max(int(own.positions[0]) - start, 0)
+            self.images.hold(own.item)
+            sequence.held.add(index)
+        return count
+
+    def _can_hold(self, item: MediaItem) -> bool:
+        """Whether an image is encoded, or can be in this step."""
+        assert self.images is not None
+        return self.images.has(item) or (self.images.has_room(item) and (
+            not self.images.encode or self.images.num_rows + item.num_rows <= self.budget))
+
+    def _release_images(self, sequence: Sequence, end: int | None = None) -> None:
+        """Release the images that a sequence holds, or those whose rows are before `end`."""
+        for index in [*sequence.held]:
+            assert sequence.embeds is not None and self.images is not None
+            own = sequence.embeds.items[index]
+            if end is None or own.offset + own.length <= end:
+                self.images.release(own.item)
+                sequence.held.remove(index)
 
     def _append(self, rows: list[_Row], sequence: Sequence, count: int) -> None:
         """Add a sequence to the step."""
@@ -687,7 +732,8 @@ class Scheduler:
         for _ in range(_LOOKED_AT):
             group = self._next()
             if group is None or not (self._is_coming(group) or self._waits_for_scoring(group)
-                                     or self._lacks_adapter(group)):
+                                     or self._lacks_adapter(group)
+                                     or self._waits_for_images(group)):
                 return group
             self._hide(group)
         return None
@@ -733,6 +779,16 @@ class Scheduler:
         sequence = group.first
         return not self._score_room and sequence is not None and \
             sequence.scores is not None and not sequence.scores.complete
+
+    def _waits_for_images(self, group: WaitingGroup) -> bool:
+        """Whether its first sequence needs an image first that this step cannot encode."""
+        sequence = group.first
+        if sequence is None or sequence.embeds is None or not sequence.embeds.items:
+            return False
+        cached = len(self.blocks.match(self._reusable(sequence), sequence.known))
+        start = cached * self.blocks.block_size
+        return any(not self._can_hold(own.item)
+                   for _, own in sequence.embeds.items_within(start, start + 1))
 
     def _lacks_adapter(self, group: WaitingGroup) -> bool:
         """Whether its first sequence waits for a slot of its adapter."""
@@ -915,6 +971,7 @@ class Scheduler:
             heapq.heappush(self._slots, slot)
         if sequence.adapter is not None:
             self.adapters.release(sequence.adapter)
+        self._release_images(sequence)
         if sequence.source is not None:
             self._encoder_rows.release(sequence.key)
         if self._first.get(sequence.request) is sequence:
@@ -969,7 +1026,8 @@ class Scheduler:
             num_drafts=[row.drafts for row in step_rows],
             num_uncommitted=[row.uncommitted for row in step_rows],
             adapters=[self._adapter_slot(row.sequence) for row in step_rows],
-            load_adapters=self._new_adapters, **_embeds(step_rows),
+            load_adapters=self._new_adapters, **self._images_of_step(),
+            **_embeds(step_rows, self.images),
             unread=[row.unread for row in step_rows], **proposals)
         self._new_adapters = {}
         scheduled = ScheduledStep(
@@ -980,6 +1038,13 @@ class Scheduler:
         for _, row in sampled:
             self._start_drafts(row.sequence, step.propose)
         return scheduled
+
+    def _images_of_step(self) -> dict[str, object]:
+        """Fields of a step for the images to encode and to free."""
+        if self.images is None:
+            return {}
+        encode, freed = self.images.take()
+        return {"encode_images": encode, "free_images": freed}
 
     def _adapter_slot(self, sequence: Sequence) -> int:
         """The slot of a sequence's adapter; -1 without one."""
@@ -1058,6 +1123,7 @@ class Scheduler:
         if sequence.drafts is not None and not self.limits.keeps_states:
             sequence.computed += len(sequence.drafts.pending)
         sequence.uncommitted = 0
+        self._release_images(sequence, sequence.computed)
         sequence.ahead += sequence.computed >= sequence.known
         if not searched:
             self._name(sequence)
@@ -1149,22 +1215,40 @@ def _token_types(step_rows: abc.Sequence[_StepRow]) -> np.ndarray:
                    or [0] * len(row.tokens), np.int64) for row in step_rows])
 
 
-def _embeds(step_rows: abc.Sequence[_StepRow]) -> dict[str, np.ndarray]:
+def _embeds(step_rows: abc.Sequence[_StepRow], images: EncoderCache | None) -> \
+        dict[str, np.ndarray]:
     """Fields of a step for rows in place of token embeddings; none if no token has one."""
     if not any(row.sequence.embeds for row in step_rows):
         return {}
-    rows, ids, count = list[np.ndarray](), list[np.ndarray](), 0
-    for row in step_rows:
+    given = [_given_rows(row) for row in step_rows]
+    rows = [own for own in given if len(own)]
+    count, first = sum(map(len, rows)), 0
+    ids, encoded = list[np.ndarray](), list[tuple[int, int, int]]()
+    for row, known in zip(step_rows, given, strict=True):
         own, embeds = np.full(len(row.tokens), -1, np.int32), row.sequence.embeds
-        if embeds is not None:
-            assert embeds.rows is not None
-            inside = embeds.within(row.past, row.past + len(row.tokens))
-            number = inside.stop - inside.start
-            own[embeds.positions[inside] - row.past] = np.arange(count, count + number)
-            rows.append(embeds.rows[inside])
-            count += number
+        if embeds is not None and embeds.rows is not None:
+            own[embeds.positions[embeds.within(row.past, row.past + len(row.tokens))] - row.past] \
+                = np.arange(first, first + len(known))
+            first += len(known)
+        elif embeds is not None:
+            assert images is not None
+            for _, item in embeds.items_within(row.past, row.past + len(row.tokens)):
+                start, stop = np.searchsorted(
+                    item.positions, (row.past, row.past + len(row.tokens))).tolist()
+                own[item.positions[start:stop] - row.past] = np.arange(count, count + stop - start)
+                encoded.append((images.place(item.item), start, stop - start))
+                count += stop - start
         ids.append(own)
-    return {"embeds": np.concatenate(rows), "embed_ids": np.concatenate(ids)} if count else {}
+    return {"embeds": np.concatenate(rows or given[:1]), "embed_ids": np.concatenate(ids),
+            "image_rows": np.array(encoded, np.int32).reshape(-1, 3)} if count else {}
+
+
+def _given_rows(row: _StepRow) -> np.ndarray:
+    """The rows that the caller gave for the tokens of a row of a step, [n, width]."""
+    embeds = row.sequence.embeds
+    if embeds is None or embeds.rows is None:
+        return np.empty((0, 0), np.float32)
+    return embeds.rows[embeds.within(row.past, row.past + len(row.tokens))]
 
 
 def _proposed(sampled: StepOutput, index: int) -> tuple[list[int], int]:

@@ -146,7 +146,11 @@ class Step:
         load_adapters: adapters to load into slots, before all else.
         embeds: float32 [num_embeds, width], rows in place of token embeddings; empty: none. The
             draft model reads the token ids of their positions.
-        embed_ids: int32 [num_tokens], the row of each token, or -1; empty: no token has one.
+        embed_ids: int32 [num_tokens], the row of each token, or -1; empty: no token has one. Rows
+            of `embeds` are followed by those of `image_rows`.
+        image_rows: int32 [n, 3], rows of encoded images: place, first row and number of rows.
+        encode_images: what the image encoder reads, by place; before all else.
+        free_images: places whose rows are no longer needed; before `encode_images`.
     """
 
     token_ids: np.ndarray
@@ -174,6 +178,9 @@ class Step:
     load_adapters: Mapping[int, Adapter] = field(default_factory=dict)
     embeds: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.float32))
     embed_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    image_rows: np.ndarray = field(default_factory=lambda: np.empty((0, 3), np.int32))
+    encode_images: Mapping[int, Mapping[str, np.ndarray]] = field(default_factory=dict)
+    free_images: Sequence[int] = ()
 
     @staticmethod
     def of(tokens: Sequence[Sequence[int]], past_lens: Sequence[int],

@@ -9,13 +9,10 @@ same holds for the encoder outputs of an encoder-decoder model, which the decode
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -24,7 +21,6 @@ from llmc.artifacts.draft_tokens import read_draft_token_ids
 from llmc.artifacts.manifest import (
     EMBED_IDS,
     EMBEDS,
-    FACTS,
     HIDDEN,
     HIDDEN_OUT,
     INPUT_FEATURES,
@@ -38,10 +34,8 @@ from llmc.artifacts.manifest import (
     Manifest,
     Steps,
 )
-from llmc.artifacts.onnx_graph import check_graph
 from llmc.artifacts.weight_file import WEIGHTS_NAME
 from llmc.errors import LlmcError
-from llmc.memory import is_out_of_memory
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.core.step import (
     EncoderInput,
@@ -52,13 +46,13 @@ from llmc.runtime.core.step import (
     positions,
 )
 from llmc.runtime.devices import Placement
+from llmc.runtime.engines import cpu_sessions
 from llmc.runtime.engines.draft_chain import DraftChain
 from llmc.runtime.engines.lora_stacks import LoraSpan, LoraStacks
 from llmc.runtime.engines.pool_threads import PoolThreads
 from llmc.runtime.engines.row_cache import RowCache
 
 _SIZES = {"num_tokens", "num_logits", "batch"}
-_DTYPES = {"tensor(float)": "float32", "tensor(int64)": "int64", "tensor(int32)": "int32"}
 _COLLECTIVES = {"all_reduce": "AllReduce", "all_gather": "AllGather"}
 MAX_CHUNK = 512  # prompt tokens in one run of the graphs; see `CpuEngine._chunk_size`
 # Tokens of a core's share of a step of texts. all-MiniLM-L6-v2 on one core: 54.3 texts/s in groups
@@ -66,7 +60,6 @@ MAX_CHUNK = 512  # prompt tokens in one run of the graphs; see `CpuEngine._chunk
 MIN_SHARE = 128
 MIN_CHUNK = 16  # even if its attention scores exceed SCORE_BYTES
 SCORE_BYTES = 2**28  # limit of the attention scores of all ranks
-_TensorType = tuple[str, tuple[int | str, ...]]  # dtype and shape
 
 
 @dataclass(frozen=True)
@@ -137,8 +130,9 @@ class CpuEngine:
         self._kept = {*chip.kept, *(chip.draft_caches if self._drafts else ()), *chip.lora_inputs}
         self._max_seq_len = manifest.dims.max_seq_len
         segments = [step for step in self._steps() if isinstance(step, GraphStep)]
-        options = _session_options(placement, len(chip.steps), threads)
-        self._sessions = {step.path: _load(case_dir, step, options) for step in segments}
+        options = cpu_sessions.session_options(placement, len(chip.steps), threads)
+        self._sessions = {step.path: cpu_sessions.load(case_dir, step, options)
+                          for step in segments}
         self._check(manifest)
         self._outputs = {step.path: self._output_shapes(step) for step in segments}
         with _no_memory(limits, manifest):
@@ -239,8 +233,8 @@ class CpuEngine:
             return None
         (step,) = steps
         assert isinstance(step, GraphStep)
-        return PoolThreads(len(placement.cores),
-                           lambda: _load(case_dir, step, _one_thread()), POOLED)
+        return PoolThreads(len(placement.cores), lambda: cpu_sessions.load(
+            case_dir, step, cpu_sessions.one_thread()), POOLED)
 
     def _pool_parts(self, parts: Sequence[_Part]) -> list[np.ndarray]:
         """Run parts of texts, on all cores; returns the pooled rows of each."""
@@ -249,8 +243,8 @@ class CpuEngine:
         (step,) = self._chip.steps
         assert isinstance(step, GraphStep)
         given = [self._values(part) for part in parts]
-        with _translate_errors(f"ONNX Runtime failed in '{step.path}'",
-                               "give shorter texts, or lower max_num_batched_tokens"):
+        with cpu_sessions.translate_errors(f"ONNX Runtime failed in '{step.path}'", "give shorter "
+                                           "texts, or lower max_num_batched_tokens"):
             return self._pool_threads.run(
                 [{name: values[name] for name in step.inputs} for values in given])
 
@@ -511,8 +505,9 @@ class CpuEngine:
         rank = self._chip.rank
         for step, finished in zip(steps, last_uses, strict=True):
             if isinstance(step, GraphStep):
-                with _translate_errors(f"ONNX Runtime failed in '{step.path}'", "give fewer or "
-                                       "shorter prompts at once, or lower max_batch_size"):
+                with cpu_sessions.translate_errors(
+                        f"ONNX Runtime failed in '{step.path}'",
+                        "give fewer or shorter prompts at once, or lower max_batch_size"):
                     self._run_graph(step, batch, values)
             elif step.kind == "all_reduce":
                 values[step.output] = self._communicator.all_reduce(rank, values[step.input])
@@ -524,7 +519,7 @@ class CpuEngine:
     def _check(self, manifest: Manifest) -> None:
         """Compare the graphs with the manifest and with each other."""
         chip = self._chip
-        known = {step.path: _facts(step.path, self._sessions[step.path])
+        known = {step.path: cpu_sessions.facts(step.path, self._sessions[step.path])
                  for step in self._steps() if isinstance(step, GraphStep)}
         facts = list(known.values())
         self.ops = {_COLLECTIVES[step.kind] for step in self._steps()
@@ -532,11 +527,7 @@ class CpuEngine:
         self._held_scores = max((fact["held_scores"] for fact in facts), default=0)
         for fact in facts:
             self.ops.update(fact["ops"])
-            for name, version in fact["ops"].items():
-                if manifest.ops.get(name, version) != version:
-                    raise LlmcError(f"the graphs of chip {chip.rank} have version {version} of "
-                                    f"{name}, {MANIFEST_NAME} says {manifest.ops[name]}; compile "
-                                    f"the model again")
+            cpu_sessions.check_versions(manifest, chip.path, fact["ops"])
         for program in self._programs:
             heads = tuple(count for step in program.steps if isinstance(step, GraphStep)
                           for count in known[step.path]["num_heads"])
@@ -553,19 +544,18 @@ class CpuEngine:
 
     def _check_steps(self, program: Chip | EncoderProgram | DraftProgram, tp_size: int) -> None:
         """Compare each graph's inputs and outputs with the manifest and with preceding graphs."""
-        known: dict[str, _TensorType] = {tensor.name: (tensor.dtype, tensor.shape)
+        known: dict[str, cpu_sessions.TensorType] = {tensor.name: (tensor.dtype, tensor.shape)
                                          for tensor in (*program.inputs, *program.outputs)}
         for step in program.steps:
             if isinstance(step, CollectiveStep):
                 dtype, shape = known[step.input]
                 if step.kind == "all_gather" and isinstance(shape[-1], int):
                     shape = (*shape[:-1], shape[-1] * tp_size)
-                tensor_types: dict[str, _TensorType] = {step.output: (dtype, shape)}
+                tensor_types: dict[str, cpu_sessions.TensorType] = {step.output: (dtype, shape)}
             else:
                 session = self._sessions[step.path]
-                inputs, outputs = ({tensor.name: (_DTYPES.get(tensor.type, tensor.type),
-                                                  tuple(tensor.shape)) for tensor in tensors}
-                                   for tensors in (session.get_inputs(), session.get_outputs()))
+                inputs, outputs = map(cpu_sessions.tensor_types,
+                                      (session.get_inputs(), session.get_outputs()))
                 if inputs.keys() != {*step.inputs} or outputs.keys() != {*step.outputs}:
                     raise LlmcError(f"'{step.path}' has other inputs or outputs than "
                                     f"{MANIFEST_NAME} lists; compile the model again")
@@ -655,16 +645,16 @@ class CpuEngine:
         return uses[::-1]
 
 
-def check_ops(manifest: Manifest, engines: Sequence[CpuEngine], drafts: bool) -> None:
-    """Compare the ops of all ranks with those that the manifest lists.
+def check_ops(manifest: Manifest, used: Set[str], drafts: bool) -> None:
+    """Compare the ops of all graphs with those that the manifest lists.
 
     Args:
+        used: names of the graphs' ops.
         drafts: whether a draft model, if any, is loaded.
 
     Raises:
         LlmcError: an op is only in one of them.
     """
-    used = {name for engine in engines for name in engine.ops}
     unmatched = used ^ manifest.ops.keys()
     if manifest.draft and not drafts:  # the draft model's alone may be absent
         unmatched = used - manifest.ops.keys()
@@ -673,45 +663,6 @@ def check_ops(manifest: Manifest, engines: Sequence[CpuEngine], drafts: bool) ->
         where = f"in a graph and not in the ops of {MANIFEST_NAME}" if name in used else \
             f"in the ops of {MANIFEST_NAME} and in no graph"
         raise LlmcError(f"the op {name} is {where}; compile the model again")
-
-
-def _load(case_dir: Path, step: GraphStep, options: ort.SessionOptions) -> ort.InferenceSession:
-    path = case_dir / step.path
-    check_graph(path)
-    with _translate_errors(f"ONNX Runtime cannot load '{path}'"):
-        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-
-@contextmanager
-def _translate_errors(
-        action: str, remedy: str = "free some, or raise the limit of this process") -> \
-        Iterator[None]:
-    """Convert ONNX Runtime's exceptions to LlmcError, with a remedy for insufficient memory."""
-    try:
-        yield
-    except Exception as error:  # onnxruntime's exceptions share no base class
-        text = (str(error).splitlines() or [""])[0] or type(error).__name__
-        if is_out_of_memory(error):
-            text += f"; there is too little memory: {remedy}"
-        raise LlmcError(f"{action}: {text}") from error
-
-
-def _facts(path: str, session: ort.InferenceSession) -> dict[str, Any]:
-    """Metadata of a graph: `ops`, `num_heads` and `held_scores`.
-
-    Returns:
-        Versions of its ops by name, heads of each self-attention, and the number of attention
-        scores per query and key that it materializes at once.
-    """
-    try:
-        facts = json.loads(session.get_modelmeta().custom_metadata_map[FACTS])
-        heads = list(facts["num_heads"])
-        # Graphs of earlier releases lack held_scores; they hold at least one tensor of scores.
-        held = int(facts.get("held_scores", max(heads, default=0)))
-        return {"ops": dict(facts["ops"]), "num_heads": heads, "held_scores": held}
-    except (KeyError, TypeError, ValueError) as error:
-        raise LlmcError(f"'{path}' has no valid metadata of its ops; compile the model again") \
-            from error
 
 
 @contextmanager
@@ -732,64 +683,3 @@ def _allocate(manifest: Manifest, chip: Chip, max_slots: int) -> dict[str, np.nd
     return {tensor.name: np.zeros((max_slots, manifest.encoder.max_seq_len,
                                    int(tensor.shape[-1])), np.float32)
             for tensor in chip.encoder.outputs}
-
-
-def _one_thread() -> ort.SessionOptions:
-    """Options of a session that several threads run at once."""
-    options = _common_options()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    return options
-
-
-def _common_options() -> ort.SessionOptions:
-    _make_shared_arena()
-    options = ort.SessionOptions()
-    options.log_severity_level = 4  # errors are raised
-    options.add_session_config_entry("session.use_env_allocators", "1")
-    options.add_session_config_entry("session.load_model_format", "ONNX")  # as check_graph does
-    # Integer products do not saturate on processors without VNNI.
-    options.add_session_config_entry("session.x64quantprecision", "1")
-    return options
-
-
-def _session_options(placement: Placement, steps: int, threads: int) -> ort.SessionOptions:
-    """Thread options of one rank: a separate pool, or the process's pool for many graphs."""
-    options = _common_options()
-    if steps > 1 and len(placement.cores) > 1 and not placement.pinned:
-        _make_shared_pool(threads)
-        options.use_per_session_threads = False
-        return options
-    options.inter_op_num_threads = 1
-    options.intra_op_num_threads = len(placement.cores)
-    if placement.pinned and len(placement.cores) > 1:  # the first core is the calling thread's
-        options.add_session_config_entry(
-            "session.intra_op_thread_affinities",
-            ";".join(str(core + 1) for core in placement.cores[1:]))
-    if steps > 1:  # waiting sessions must not occupy cores
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return options
-
-
-def _make_shared_pool(threads: int) -> None:
-    """Create the process's pool; ONNX Runtime keeps the size of the first model."""
-    try:
-        with _translate_errors(f"ONNX Runtime cannot create {threads} threads"):
-            ort.set_global_thread_pool_sizes(threads, 1)
-    except LlmcError as error:
-        if "already been created" not in str(error):
-            raise
-
-
-@cache
-def _make_shared_arena() -> None:
-    """Create the process's arena, in which all sessions allocate.
-
-    A session's own arena keeps its largest run's memory, and a rank has a session for each graph
-    between two collectives. SmolLM2-135M on 3 ranks took 8.5 GB for a prompt of 8,000 tokens; with
-    one arena it takes 1.0 GB (bench/memory_cpu.py).
-    """
-    memory = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0,
-                               ort.OrtMemType.DEFAULT)
-    with _translate_errors("ONNX Runtime cannot create an arena"):
-        ort.create_and_register_allocator(memory, ort.OrtArenaCfg({
-            "arena_extend_strategy": 1}))  # as requested: doubling reserves address space

@@ -46,7 +46,7 @@ def load_image(image: bytes | Image, max_pixels: int = MAX_PIXELS) -> Pixels:
     Raises:
         LlmcError: it is no image, is damaged, or exceeds a limit; or Pillow is not installed.
     """
-    pillow = _import_pillow()
+    pillow = import_pillow()
     if isinstance(image, bytes | bytearray | memoryview):
         opened = _open(pillow, bytes(image))
     elif isinstance(image, pillow.Image.Image):
@@ -107,7 +107,12 @@ def _to_gray(pillow: ModuleType, image: Image) -> Image:
     return gray
 
 
-def _import_pillow() -> ModuleType:
+def import_pillow() -> ModuleType:
+    """Return the package PIL.
+
+    Raises:
+        LlmcError: it is not installed.
+    """
     try:
         import PIL.Image
         import PIL.ImageOps

@@ -53,6 +53,18 @@ def has_media(messages: object) -> bool:
                for content in contents if isinstance(content, list) for part in content)
 
 
+def user_message(text: str, images: Sequence[Any] = ()) -> dict[str, Any]:
+    """Return a message of the user, with pictures before its text.
+
+    Args:
+        images: values of `MediaSource`.
+    """
+    if not images:
+        return {"role": "user", "content": text}
+    return {"role": "user", "content": [*({"type": "image", "image": own} for own in images),
+                                        {"type": "text", "text": text}]}
+
+
 def load_source(source: MediaSource) -> Any:
     """Return what a processor reads: bytes, or an object such as a PIL image.
 

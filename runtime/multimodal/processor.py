@@ -111,6 +111,12 @@ class Processor:
         """The token that stands for an item in a prompt, by modality."""
         return {modality: prompt.placeholder for modality, (prompt, _, _) in self._prompts.items()}
 
+    @property
+    def item_token_ids(self) -> frozenset[int]:
+        """Token ids of placeholders and of positions that take rows."""
+        return frozenset(own for _, placeholder, row in self._prompts.values()
+                         for own in (placeholder, row) if own is not None)
+
     def require(self, modality: Modality) -> None:
         """Check that prompts may have items of this kind.
 

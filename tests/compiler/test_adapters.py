@@ -30,11 +30,12 @@ def test_only_models_that_take_adapters_have_their_inputs(case_tp1, lora_case):
     assert "lora" not in (case_tp1 / "model_info.json").read_text().replace('"name": "lora"', "")
     manifest = read_manifest(lora_case(1))
     assert manifest.takes_adapters
-    layer = manifest.chips[0].lora[0]
+    table, layer = manifest.chips[0].lora[:2]
+    assert (table.modules, table.in_features) == (("model.embed_tokens",), 300)
     assert layer.modules == tuple(f"model.layers.0.self_attn.{kind}_proj" for kind in "qkv")
     assert (layer.in_features, layer.out_features) == (64, 128)
     names = [tensor.name for tensor in manifest.chips[0].inputs if "lora" in tensor.name]
-    assert len(names) == 2 * len(manifest.chips[0].lora) + 5 + 2
+    assert len(names) == 2 * len(manifest.chips[0].lora) + 6 + 2
 
 
 def test_a_rank_takes_the_rows_and_columns_of_its_weights(lora_case):
@@ -42,7 +43,7 @@ def test_a_rank_takes_the_rows_and_columns_of_its_weights(lora_case):
     output = next(index for index, layer in enumerate(first) if "o_proj" in layer.name)
     assert [(run.start, run.stop) for run in first[output].columns] == [(0, 32)]
     assert [(run.start, run.stop) for run in second[output].columns] == [(32, 64)]
-    assert [(run.module.rpartition(".")[2], run.start, run.stop) for run in second[0].rows] == [
+    assert [(run.module.rpartition(".")[2], run.start, run.stop) for run in second[1].rows] == [
         ("q_proj", 32, 64), ("k_proj", 16, 32), ("v_proj", 16, 32)]
 
 
@@ -120,8 +121,8 @@ LAYER = "model.layers.1.mlp.down_proj"
      "uses DoRA, which scales the base's weights; merge it instead"),
     (dict(tensors={f"{lora.PREFIX}model.embed_tokens.lora_embedding_{part}":
                    np.ones(shape, np.float32)
-                   for part, shape in (("A", (4, 300)), ("B", (64, 4)))}),
-     "changes the embedding 'model.embed_tokens', which requests cannot; merge"),
+                   for part, shape in (("A", (4, 299)), ("B", (64, 4)))}),
+     r"changes 'model.embed_tokens' as a matrix \[64, 299\], in .* it is \[64, 300\]; give the"),
     (dict(tensors={f"{lora.PREFIX}lm_head.weight": np.ones((300, 64), np.float32)}),
      r"replaces the parameter 'lm_head.weight' of its base"),
     (dict(tensors={f"{lora.PREFIX}{LAYER}.lora_C.weight": np.ones((4, 4), np.float32)}),

@@ -30,9 +30,10 @@ FORBIDDEN = {
 }
 # Imports of the compiler, except compiler/check, from the runtime: the tokenizer, the sampling
 # parameters for a model's defaults, the preprocessing of images and audio that a processor's files
-# describe, and the location of the engine's libraries for TensorRT.
+# describe, the rendering of templates to check one, and the location of the engine's libraries for
+# TensorRT.
 FROM_RUNTIME = ("llmc.runtime.sampling.params", "llmc.runtime.engines", "llmc.runtime.tokenizer",
-                "llmc.runtime.multimodal")
+                "llmc.runtime.multimodal", "llmc.runtime.chat_template", "llmc.runtime.sandbox")
 
 
 def sources(room):

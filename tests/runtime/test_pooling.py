@@ -195,7 +195,12 @@ def test_infinite_rows_fail_only_their_request(made, bert):
     (lambda llm: llm.embed(["a", 3]), "text 1 is 3; give a list of token ids"),
     (lambda llm: llm.embed("a\ud800"), "text 0 is not valid Unicode"),
     (lambda llm: llm.embed("cat " * 90), "text 0 has 92 tokens, the model takes at most 66"),
+    (lambda llm: llm.embed(["a", ""]), "text 1 is empty; give at least one character"),
+    (lambda llm: llm.embed([[5], []]), "text 1 is empty; give at least one token"),
+    (lambda llm: llm.embed([5, 101]), "token id 101 is not in the vocabulary of 101"),
     (lambda llm: llm.embed("a", dimensions=1.5), "dimensions is 1.5"),
+    (lambda llm: llm.embed("a", dimensions=65), "dimensions 65 is not from 1 to 64, the model's"),
+    (lambda llm: llm.score("a", ["b", ""]), "document 1 is empty"),
     (lambda llm: llm.embed("a", truncate_prompt_tokens=0), "0 is not from 1 to 66, nor -1"),
     (lambda llm: llm.embed("a", prompt_name="q"), "the model has no prompts"),
     (lambda llm: llm.score("a", [3]), "document 0 is 3; give a text"),
@@ -207,6 +212,7 @@ def test_infinite_rows_fail_only_their_request(made, bert):
 def test_bad_input_is_refused_with_a_reason(bert, call, message):
     with pytest.raises(llmc.LlmcError, match=message):
         call(bert)
+    assert bert.embed("a").shape == (1, 64)  # nothing is lost for others
 
 
 def test_a_generating_model_does_not_embed(case_tp1):

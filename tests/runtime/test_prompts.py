@@ -57,9 +57,10 @@ def test_prompts_may_be_any_sequence(llm):
     (["the", None], "prompt 1 is None; give a list of token ids"),
     (None, "prompts is None; give a text, a list of token ids, or a list of such prompts"),
     (3, "prompts is 3; give a text, a list of token ids, or a list of such prompts"),
-    ({"text": "the"}, "the prompt has the keys 'text'; give 'prompt' with a text, "
-                      "'prompt_token_ids', or 'prompt_embeds' with or without "
-                      "'prompt_token_ids'"),
+    ({"text": "the"}, "the prompt has the keys 'text'; give 'prompt' with a text or "
+                      "'prompt_token_ids', each with or without 'images' and 'audio', or "
+                      "'prompt_embeds' with or without 'prompt_token_ids'"),
+    ({"prompt": "the", "images": "a.png"}, "images of the prompt is 'a.png'; give a list"),
     ({5, 6}, "prompts is {5, 6}; give a text, a list of token ids, or a list of such prompts"),
     ([{"prompt_token_ids": "the"}], "prompt_token_ids of prompt 0 is 'the'; give a list of token "
                                     "ids"),
@@ -150,12 +151,12 @@ def test_help_describes_every_field():
     (dict(device=[True]), "device is [True]; give a list of numbers such as [0, 1]"),
     (dict(max_batch_size="4"), "max_batch_size is '4'; give a whole number"),
     (dict(max_batch_size=2.0), "max_batch_size is 2.0; give a whole number"),
-    (dict(max_batch_size=0), "max_batch_size 0 is below 1"),
+    (dict(max_batch_size=0), "max_batch_size 0 is below 1; give 1 or more"),
     (dict(max_batch_size=10**7),
      "max_batch_size 10000000 is above 65536; give at most that, further sequences wait"),
     (dict(check_step=None), "check_step is None; give a whole number"),
-    (dict(check_step=0), "check_step 0 is below 1"),
-    (dict(skip_step=-1), "skip_step -1 is below 0"),
+    (dict(check_step=0), "check_step 0 is below 1; give 1 or more"),
+    (dict(skip_step=-1), "skip_step -1 is below 0; give 0 or more"),
 ])
 def test_an_invalid_model_argument_is_refused(case_tp1, arguments, message):
     with pytest.raises(LlmcError) as error:

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import media_case
 import pytest
 from server_process import serving
 
@@ -42,4 +43,23 @@ def tool_case(tiny_hf, tmp_path_factory):
 @pytest.fixture(scope="session")
 def tool_server(tool_case):
     with serving(tool_case, "--tool_call_parser", "llama3_json") as own:
+        yield own
+
+
+@pytest.fixture(scope="session")
+def media_dir(tmp_path_factory):
+    """The directory of file: URLs, with a picture."""
+    directory = tmp_path_factory.mktemp("media")
+    (directory / "red.png").write_bytes(media_case.picture("red"))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def media_server(media_dir, tmp_path_factory):
+    """A server that takes images and reads URLs of this machine."""
+    case = media_case.write_case(tmp_path_factory.mktemp("media_case"))
+    with serving(case, "--allowed_media_domains", "localhost,127.0.0.1", "--media_timeout", 2,
+                 "--allowed_media_networks", "127.0.0.1/32", "--allowed_local_media_path",
+                 media_dir, "--limit_mm_per_prompt", '{"image": 3}', "--max_media_bytes",
+                 500_000) as own:
         yield own

@@ -5,35 +5,20 @@ import http.server
 import socket
 import threading
 import time
-from pathlib import Path
 
-import media_case
 import numpy as np
 import pytest
 from media_case import ROWS, data_url, encoded, picture
 from PIL import Image
-from server_process import serving, until
+from server_process import until
 
 CHAT = "/v1/chat/completions"
 RED, BLUE = picture("red"), picture("blue", (61, 47))
 
 
-@pytest.fixture(scope="module")
-def media_dir(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("media")
-    (directory / "red.png").write_bytes(RED)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def server(media_dir, tmp_path_factory):
-    case = media_case.write_case(tmp_path_factory.mktemp("case"))
-    program = [Path(media_case.__file__).with_name("media_server.py")]
-    with serving(case, "--allowed_media_domains", "localhost,127.0.0.1", "--media_timeout", 2,
-                 "--allowed_media_networks", "127.0.0.1/32", "--allowed_local_media_path",
-                 media_dir, "--limit_mm_per_prompt", '{"image": 3}', "--max_media_bytes", 100_000,
-                 program=program) as own:
-        yield own
+@pytest.fixture
+def server(media_server):
+    return media_server
 
 
 def parts(*urls, text="what is it?"):
@@ -66,6 +51,28 @@ def test_images_of_openai_s_client_take_their_tokens(server):
         status, body = ask(server, {"type": "image_url", "image_url": image},
                            {"type": "text", "text": "what is it?"})
         assert (status, body["usage"]["prompt_tokens"]) == (200, counts[1])
+
+
+def test_answers_depend_on_the_image(server):
+    """An image's rows are cached for itself alone, and not for another with the same tokens."""
+    scores = []
+    for data in (RED, BLUE, RED):
+        status, body = ask(server, *parts(data_url(data)), logprobs=True)
+        assert status == 200
+        scores.append([own["logprob"] for own in body["choices"][0]["logprobs"]["content"]])
+    assert scores[0] == pytest.approx(scores[2], abs=1e-5)
+    assert np.abs(np.subtract(scores[0], scores[1])).max() > 1e-3
+
+
+def test_anthropic_s_client_sends_an_image(server):
+    anthropic = pytest.importorskip("anthropic", reason="needs the extra test-serve")
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    data = base64.b64encode(RED).decode()
+    answer = client.messages.create(model="tiny", max_tokens=3, messages=[{
+        "role": "user", "content": [
+            image_block(type="base64", media_type="image/png", data=data),
+            {"type": "text", "text": "what is it?"}]}])
+    assert answer.usage.output_tokens == 3
 
 
 def test_responses_keep_their_images(server):
@@ -169,10 +176,10 @@ def test_a_request_may_have_only_so_many_and_so_large_images(server):
     status, body = ask(server, *parts(*[data_url(RED)] * 4))
     assert status == 400 and "has 4 images, this server takes at most 3 in a prompt" in \
         body["error"]["message"]
-    noise = encoded(Image.effect_noise((200, 200), 90))
-    assert 33_000 < len(noise) < 100_000
+    noise = encoded(Image.effect_noise((500, 500), 90))
+    assert 170_000 < len(noise) < 500_000
     status, body = ask(server, *parts(*[data_url(noise)] * 3))
-    assert status == 400 and "bytes, the limit is 100000; give fewer" in body["error"]["message"]
+    assert status == 400 and "bytes, the limit is 500000; give fewer" in body["error"]["message"]
 
 
 def test_placeholders_in_text_are_no_images(server):
@@ -219,7 +226,7 @@ class Site(http.server.BaseHTTPRequestHandler):
         if self.path == "/red.png":
             self.wfile.write(RED)
         elif self.path == "/large":
-            self.wfile.write(bytes(200_000))
+            self.wfile.write(bytes(600_000))
         elif self.path == "/slow":
             try:
                 while True:
@@ -249,7 +256,7 @@ def test_allowed_urls_are_read(server, site, media_dir):
 BAD_URLS = {
     "/away": "does not allow URLs of the host '169.254.169.254'", "/file": "is no http URL",
     "/round": "redirects more than 3 times", "/other": "does not allow URLs of the host '::1'",
-    "/nothing": "answers 404", "/large": "more than 100000 bytes", "/slow": "within 2 s",
+    "/nothing": "answers 404", "/large": "more than 500000 bytes", "/slow": "within 2 s",
     "http://example.com/a.png": "does not allow URLs of the host 'example.com'",
     "http://127.0.0.1:1/a.png": "cannot be read", "file:///etc/passwd": "is no file below",
     "ftp://127.0.0.1/a": "has the scheme 'ftp'", "/etc/passwd": "has the scheme ''",

@@ -1,10 +1,14 @@
 """The page at / in a browser: user interaction and its requests."""
 
+import base64
+import io
 import json
 import re
 import shutil
 
+import media_case
 import pytest
+from PIL import Image
 
 CHROMIUM = next(filter(None, map(shutil.which, (
     "chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"))), None)
@@ -446,3 +450,101 @@ def test_fields_have_labels_and_the_key_is_taken_on_enter(page, server):
         page.get_by_label("API key").press("Enter")
     assert asked.value.headers["authorization"] == "Bearer secret"
     assert page.url == f"{server.url}/" and page.input_value("#key") == "secret"
+
+
+RED = media_case.picture("red", (40, 30))
+
+
+@pytest.fixture
+def picture_page(browser, media_server):
+    """The page of a model that takes pictures."""
+    own = browser.new_page()
+    own.asked, own.wrong = [], []
+    own.on("request", lambda request: own.asked.append(request))
+    own.on("pageerror", lambda error: own.wrong.append(str(error)))
+    own.on("console", lambda told: own.wrong.append(told.text) if told.type == "error" else None)
+    own.goto(media_server.url)
+    own.wait_for_selector("#attach")
+    yield own
+    assert own.wrong == []
+    own.close()
+
+
+def files_of(page, event, *files, target="#text"):
+    """Dispatch `paste` or `drop` with files: pairs of type and bytes."""
+    listed = [[kind, base64.b64encode(data).decode()] for kind, data in files]
+    page.evaluate("""([event, target, files]) => {
+        const transfer = new DataTransfer();
+        for (const [type, data] of files)
+            transfer.items.add(new File([Uint8Array.from(atob(data), c => c.charCodeAt(0))],
+                                        "file", {type}));
+        const Kind = event === "paste" ? ClipboardEvent : DragEvent;
+        document.querySelector(target).dispatchEvent(new Kind(event, {
+            clipboardData: transfer, dataTransfer: transfer, bubbles: true, cancelable: true}));
+    }""", [event, target, listed])
+
+
+def test_pictures_are_chosen_pasted_dropped_removed_and_sent(picture_page):
+    page = picture_page
+    page.set_input_files("#file", {"name": "a.png", "mimeType": "image/png", "buffer": RED})
+    page.locator("#pictures img").first.wait_for()
+    files_of(page, "paste", ("image/png", media_case.picture("blue")))
+    files_of(page, "drop", ("image/png", media_case.picture("green")), target="#messages")
+    page.locator("#pictures img").nth(2).wait_for()
+    page.get_by_label("Remove picture 2").click()
+    assert page.locator("#pictures img").count() == 2
+    page.fill("#max_tokens", "3")
+    page.fill("#temperature", "0")
+    say(page, "what is it?")
+    answered(page)
+    assert page.locator("#pictures img").count() == 0
+    assert page.text_content(".user") == "what is it?" and page.locator(".user img").count() == 2
+    sent = bodies(page)[0]["messages"][0]["content"]
+    assert [own["type"] for own in sent] == ["image_url", "image_url", "text"]
+    assert sent[0]["image_url"]["url"] == media_case.data_url(RED)
+    say(page, "and now?")
+    answered(page, 2)
+    assert bodies(page)[1]["messages"][0]["content"] == sent
+
+
+def test_a_picture_without_text_is_sent(picture_page):
+    page = picture_page
+    files_of(page, "paste", ("image/png", RED))
+    page.locator("#pictures img").first.wait_for()
+    page.press("#text", "Enter")
+    answered(page)
+    assert [own["type"] for own in bodies(page)[0]["messages"][0]["content"]] == ["image_url"]
+
+
+def test_pictures_return_to_the_box_if_there_is_no_answer(picture_page):
+    page = picture_page
+    files_of(page, "paste", ("image/png", b"no picture"))
+    page.locator("#pictures img").first.wait_for()
+    say(page, "what is it?")
+    page.wait_for_selector(".error")
+    assert "image 0" in page.text_content(".error")
+    assert page.input_value("#text") == "what is it?"
+    assert page.locator("#pictures img").count() == 1 and page.locator(".user").count() == 0
+    page.click("#new")
+    assert page.locator("#pictures img").count() == 0
+    page.wrong.clear()  # the browser reports the status 400
+
+
+def test_large_pictures_are_sent_smaller_and_other_files_are_refused(picture_page):
+    page = picture_page
+    noise = media_case.encoded(Image.effect_noise((3000, 1500), 90))
+    assert len(noise) > 1 << 20
+    files_of(page, "drop", ("text/plain", b"text"), ("image/png", noise))
+    sees(page, ".error", "file is no picture")
+    page.locator("#pictures img").first.wait_for()
+    url = page.get_attribute("#pictures img", "src")
+    image = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+    assert (image.format, image.size) == ("JPEG", (2048, 1024))
+
+
+def test_a_model_without_pictures_has_no_button_for_them(page):
+    assert page.is_hidden("#attach")
+    files_of(page, "paste", ("image/png", RED))
+    files_of(page, "drop", ("image/png", RED))
+    page.wait_for_timeout(100)
+    assert page.locator("#pictures img").count() == 0 and page.wrong == []

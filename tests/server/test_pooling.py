@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 
 import numpy as np
 import openai
@@ -9,7 +10,7 @@ import pooling
 import pytest
 import torch
 from click.testing import CliRunner
-from server_process import serving
+from server_process import serving, until
 from tokenizers import Tokenizer
 
 import llmc
@@ -218,6 +219,42 @@ def test_requests_go_to_the_model_that_they_name(models, several):
     assert metrics.count("# TYPE vllm:num_requests_running ") == 1
     assert 'vllm:prompt_tokens_total{engine="0",model_name="tiny"} 3.0' in metrics
     assert set(json.loads(several.startup)["models"]) == {"tiny", "embed"}
+
+
+def test_each_of_several_models_is_replaced_alone(models, case_tp1, tmp_path):
+    for name in ("tiny", "embed"):
+        shutil.copytree(case_tp1 if name == "tiny" else models[0] / "embed.case", tmp_path / name)
+    llmc.compile(models[0] / "embed", tmp_path / "next", pooling="cls")
+    with serving(tmp_path / "tiny", tmp_path / "embed", "--watch",
+                 "--served_model_name", "embed") as own:
+
+        def embedding():
+            return own.client.embeddings.create(model="embed", input=TEXTS[0]).data[0].embedding
+
+        def reloads(text):
+            return sum(text in line for line in own.log)
+
+        first = embedding()
+        stream = own.client.completions.create(model="tiny", prompt=[5], max_tokens=50, n=4,
+                                               stream=True, extra_body={"ignore_eos": True})
+        events = iter(stream)
+        next(events)
+        (tmp_path / "embed").rename(tmp_path / "before")
+        (tmp_path / "next").rename(tmp_path / "embed")
+        until(lambda: reloads("serving the new case directory"))
+        until(lambda: not np.allclose(embedding(), first))
+        row = pooling.reference(models[1]["embed"], encoded(models, TEXTS[0])[0], "cls")
+        assert np.abs(embedding() - row / np.linalg.norm(row)).max() < 1e-5
+        assert [chunk.choices[0].finish_reason for chunk in events].count("length") == 4
+        (tmp_path / "embed" / "model_info.json").write_text("{")
+        until(lambda: reloads("cannot be loaded"))
+        assert len(embedding()) == 64
+        shutil.copytree(case_tp1, tmp_path / "again")
+        (tmp_path / "tiny").rename(tmp_path / "old")
+        (tmp_path / "again").rename(tmp_path / "tiny")
+        until(lambda: reloads("serving the new case directory") == 2)
+        assert own.client.completions.create(model="tiny", prompt=[5], max_tokens=2).choices
+        assert [model.id for model in own.client.models.list()] == ["tiny", "embed"]
 
 
 @pytest.mark.parametrize(("path", "body", "status", "message"), [

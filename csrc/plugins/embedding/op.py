@@ -2,13 +2,19 @@
 
 With `vocab_sharded` the table has the vocabulary's rows from `vocab_start` on. Other ids give
 zeros.
+
+With adapters, column input_ids of lora_a, times lora_b, is added to a token's row of the table: a
+table is a linear layer of one-hot vectors, whose weight is the table's transpose. See
+llmc.plugins.lora for the inputs; lora_a is [lora_rows, vocab].
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from llmc.plugins import Fields, Op, Sample, Shape
+from llmc.plugins.lora import ROW_INPUTS, SELECT
 from llmc.plugins.quantization import dequantize, quantizable
 from llmc.plugins.roles import ByVocabulary
 
@@ -34,8 +40,13 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
         ids = "safe"
     lines += _rows(fields, present, ids)
     result = "e0"
+    if "lora_a" in present:
+        lines += [f"lora_columns = Gather<axis=1>(lora_a, {ids})",
+                  "lora_all = Transpose<perm=[1, 0]>(lora_columns)", *SELECT,
+                  "e_lora = MatMul(lora_hidden, lora_b)", "e_adapted = Add(e0, e_lora)"]
+        result = "e_adapted"
     if fields["vocab_sharded"]:
-        lines.append("e1 = Where(column, e0, nothing)")
+        lines.append(f"e1 = Where(column, {result}, nothing)")
         result = "e1"
     if fields["scale"] != 1.0:
         lines += [f"scale = Constant<value_float={fields['scale']!r}>()",
@@ -61,15 +72,26 @@ def _rows(fields: Fields, present: frozenset[str], ids: str) -> list[str]:
 def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     if ("position_ids" in present) != ("position_table" in present):
         raise ValueError("Embedding takes position_ids and position_table together")
+    given = present & {*ROW_INPUTS, "lora_ids"}
+    if len(given) not in (0, 4):
+        raise ValueError(f"Embedding takes lora_ids with all of {', '.join(ROW_INPUTS)}, or none, "
+                         f"not {sorted(given)}")
     return {"input_ids": ("num_tokens",), "table": ("vocab", "hidden"),
-            "position_ids": ("num_tokens",), "position_table": ("positions", "hidden")}
+            "position_ids": ("num_tokens",), "position_table": ("positions", "hidden"),
+            "lora_a": ("lora_rows", "vocab"), "lora_b": ("lora_rows", "hidden"),
+            "lora_owner": ("lora_rows",), "lora_ids": ("num_tokens",)}
 
 
 def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     ids = inputs["input_ids"] - fields["vocab_start"] * fields["vocab_sharded"]
     table = inputs["table"].astype(np.float64)
     mine = (ids >= 0) & (ids < len(table))
-    y = np.where(mine[..., None], table[np.where(mine, ids, 0)], 0) * fields["scale"]
+    rows = table[np.where(mine, ids, 0)]
+    if "lora_a" in inputs:
+        hidden = inputs["lora_a"].astype(np.float64).T[np.where(mine, ids, 0)]
+        own = inputs["lora_ids"][..., None] == inputs["lora_owner"]
+        rows = rows + np.where(own, hidden, 0) @ inputs["lora_b"].astype(np.float64)
+    y = np.where(mine[..., None], rows, 0) * fields["scale"]
     if "position_table" in inputs:
         y = y + inputs["position_table"].astype(np.float64)[inputs["position_ids"]]
     return [y]
@@ -80,15 +102,31 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
     ids = rng.integers(0, 11, 7)
     positions = {"position_ids": rng.integers(0, 5, 7),
                  "position_table": rng.standard_normal((5, 6)).astype(np.float32)}
+    adapters = {"lora_a": rng.standard_normal((3, 11)).astype(np.float32),
+                "lora_b": rng.standard_normal((3, 6)).astype(np.float32),
+                "lora_owner": np.array([0, 0, 1], np.int32),
+                "lora_ids": np.array([0, 1, -1, 0, 1, -1, 0], np.int32)}
     return [
         Sample({}, {"input_ids": ids, "table": table}),
+        Sample({"scale": 2.5}, {"input_ids": ids, "table": table, **positions, **adapters}),
+        Sample({"vocab_start": 4, "vocab_sharded": 1}, {
+            "input_ids": ids, "table": table[4:9], **adapters,
+            "lora_a": adapters["lora_a"][:, 4:9]}),
         Sample({"scale": 2.5}, {"input_ids": ids, "table": table, **positions}),
         Sample({"scale": 0.5, "vocab_start": 4, "vocab_sharded": 1},
                {"input_ids": ids, "table": table[4:9], **positions}),
     ]
 
 
-OP = quantizable(Op(
+def _adaptable(op: Op) -> Op:
+    """Return `op` with the inputs of adapters, the last ones, as its core has none of them."""
+    inputs = (*ROW_INPUTS, "lora_ids")
+    return replace(op, inputs=(*op.inputs, *(f"{name}?" for name in inputs)),
+                   integer_inputs=op.integer_inputs | {"lora_owner", "lora_ids"},
+                   coreless=op.coreless | {*inputs})
+
+
+OP = _adaptable(quantizable(Op(
     name="Embedding",
     version=1,
     inputs=("input_ids", "table", "position_ids?", "position_table?"),
@@ -104,4 +142,4 @@ OP = quantizable(Op(
     reference=_reference,
     samples=_samples,
     tolerance=1e-6,
-), "table", rounds=False)
+), "table", rounds=False))

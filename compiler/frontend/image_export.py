@@ -1,0 +1,70 @@
+"""The image encoder of a checkpoint as a graph with weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_graphsurgeon as gs
+import torch
+from PIL import Image
+
+from llmc.compiler.frontend.bind import Checkpoint, attach_weights
+from llmc.compiler.frontend.image import IMAGE, trace_image
+from llmc.compiler.frontend.parts import build
+from llmc.compiler.frontend.raw import RawImageEncoder
+from llmc.compiler.frontend.trace import to_graph
+from llmc.compiler.graph.weights import Weight
+from llmc.errors import LlmcError
+from llmc.runtime.multimodal.processor import Processor, ProcessorDescription
+
+# Widths and heights of the images that show which axes of a processor's arrays are dynamic. The
+# first has several tiles, as torch's exporter takes a size of 1 for a constant.
+_SIZES = ((800, 600), (350, 900), (1200, 300), (96, 64))
+
+
+def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
+                 description: ProcessorDescription, names: dict[int, str]) -> RawImageEncoder:
+    """Export the image encoder of a checkpoint.
+
+    Args:
+        config: a transformers config.
+        tensors: the checkpoint's tensors by name.
+        origin: name of the checkpoint in errors.
+        description: its processor.
+        names: names of weights by identity, see `attach_weights`.
+
+    Raises:
+        LlmcError: the encoder cannot be exported, or a tensor is missing or has another shape.
+    """
+    samples = _samples(Processor(description))
+    proto, computed = trace_image(copy.deepcopy(config), samples)
+    with torch.device("meta"):
+        model = build(copy.deepcopy(config), IMAGE, False)
+    checkpoint = Checkpoint(model, tensors)
+    graph = to_graph(proto, checkpoint.spelled & model.state_dict().keys())
+    attach_weights(graph, model, checkpoint, origin, names)
+    _name_sizes(graph)
+    return RawImageEncoder(graph, computed)
+
+
+def _samples(processor: Processor) -> Sequence[Mapping[str, np.ndarray]]:
+    """What the processor gives for images of several sizes."""
+    images = [Image.new("RGB", size) for size in _SIZES]
+    return [dict(processor.process_images([image])[0].arrays) for image in images]
+
+
+def _name_sizes(graph: gs.Graph) -> None:
+    """Name the dynamic sizes of inputs and outputs as `ImageEncoderProgram` does."""
+    names: dict[str, str] = {}
+    for tensor in graph.inputs:
+        tensor.shape = [names.setdefault(str(size), f"image_{len(names)}")
+                        if not isinstance(size, int) else size for size in tensor.shape]
+    for tensor in graph.outputs:
+        width = tensor.shape[-1]
+        if not isinstance(width, int):
+            raise LlmcError(f"the image encoder's output {tensor.name!r} has the width {width}, "
+                            f"which is not constant; use another model")
+        tensor.shape = ["num_embeds", width]

@@ -1,0 +1,90 @@
+"""The image encoder on ONNX Runtime, and the cache of its rows.
+
+The host runs it on the cores of all ranks, before they run the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+
+from llmc.artifacts.manifest import MANIFEST_NAME, GraphStep, Manifest
+from llmc.artifacts.vision_input import GRID
+from llmc.errors import LlmcError
+from llmc.runtime.core.step import Step
+from llmc.runtime.engines import cpu_sessions
+from llmc.runtime.multimodal import vision_inputs
+
+
+class ImageEncoder:
+    """Encodes the images of steps, and puts their rows into them.
+
+    Args:
+        manifest: of a model with an image encoder.
+        case_dir: its case directory.
+        threads: cores to use.
+
+    Attributes:
+        ops: names of the ops in its graph.
+
+    Raises:
+        LlmcError: the graph cannot be loaded or does not match the manifest.
+    """
+
+    def __init__(self, manifest: Manifest, case_dir: Path, threads: int) -> None:
+        assert manifest.image is not None
+        self._program = manifest.image
+        step, = self._program.steps
+        assert isinstance(step, GraphStep)
+        self._path = step.path
+        self._session = cpu_sessions.load(case_dir, step, _options(threads))
+        facts = cpu_sessions.facts(step.path, self._session)
+        cpu_sessions.check_versions(manifest, step.path, facts["ops"])
+        self.ops = {*facts["ops"]}
+        self._check()
+        self._rows: dict[int, np.ndarray] = {}  # by place: [num_outputs, num_rows, width]
+
+    def fill(self, step: Step) -> Step:
+        """Encode a step's images, and put the rows that it needs into its `embeds`."""
+        for place in step.free_images:
+            del self._rows[place]
+        for place, arrays in step.encode_images.items():
+            self._rows[place] = self.encode(arrays)
+        if not len(step.image_rows):
+            return step
+        given = [step.embeds] if len(step.embeds) else []
+        rows = [self._rows[place][0, first:first + count]
+                for place, first, count in step.image_rows.tolist()]
+        return replace(step, embeds=np.concatenate([*given, *rows]))
+
+    def encode(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Run the encoder on one image: [num_outputs, num_rows, width]."""
+        feeds = {name: array for name, array in arrays.items() if name != GRID}
+        for own in self._program.computed:
+            feeds |= vision_inputs.compute(own, arrays[GRID])
+        with cpu_sessions.translate_errors(f"ONNX Runtime failed in '{self._path}'",
+                                           "give fewer or smaller images"):
+            return np.stack(self._session.run(
+                [tensor.name for tensor in self._program.outputs], feeds))
+
+    def _check(self) -> None:
+        """Compare the graph with the manifest."""
+        program, session = self._program, self._session
+        inputs = {tensor.name: (tensor.dtype, tensor.shape) for tensor in program.inputs}
+        widths = {tensor.name: (tensor.dtype, tensor.width) for tensor in program.outputs}
+        outputs = cpu_sessions.tensor_types(session.get_outputs())  # with a known number of rows
+        if cpu_sessions.tensor_types(session.get_inputs()) != inputs or widths != {
+                name: (dtype, shape[-1]) for name, (dtype, shape) in outputs.items()}:
+            raise LlmcError(f"'{self._path}' has other inputs or outputs than {MANIFEST_NAME} "
+                            f"lists; compile the model again")
+
+
+def _options(threads: int) -> ort.SessionOptions:
+    options = cpu_sessions.common_options()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # ranks wait for it
+    return options

@@ -1,0 +1,38 @@
+"""Tiny random image-text models in directories as published: weights, processor and tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from multimodal_models import tiny_model
+from PIL import Image
+from processor_checkpoints import FAMILIES, image_of, write_checkpoint
+
+# By model: the processor, fields of the vision config, and of the whole config.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llava": ("llava", {"image_size": 112}),
+}
+# Widths and heights of three images.
+SIZES = ((131, 77), (64, 200), (301, 97))
+
+
+def write_model(name: str, directory: Path) -> torch.nn.Module:
+    """Write a model's directory; return the model of transformers."""
+    processor, vision = MODELS[name]
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = write_checkpoint(FAMILIES[processor], directory)
+    row = tokenizer.token_to_id(FAMILIES[processor].row)
+    known = json.loads((directory / "config.json").read_text())
+    model = tiny_model(name, row, {"vocab_size": tokenizer.get_vocab_size(),
+                                   "max_position_embeddings": 2048}, **vision)
+    model.save_pretrained(directory)
+    config = json.loads((directory / "config.json").read_text())
+    assert config.get("image_token_id", config.get("image_token_index")) == row, known
+    return model
+
+
+def images(count: int = 3) -> list[Image.Image]:
+    return [Image.fromarray(image_of(size)) for size in SIZES[:count]]
