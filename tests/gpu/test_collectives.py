@@ -116,14 +116,21 @@ def test_a_sum_with_its_norm(ranks, dtype, weighted, residual):
                     TOLERANCE[dtype] * wanted.abs().max()
 
 
-def test_a_norm_may_replace_its_input(ranks):
-    x = parts(ranks, 4, 2048, "bfloat16")
-    apart, inside = [poisoned(own) for own in x], [own.clone() for own in x]
-    for normed, given in ((apart, x), (inside, inside)):
+@pytest.mark.parametrize("replaced", ["sum", "normed"])
+def test_results_may_replace_the_input(ranks, replaced):
+    """As in a program's arena, where the input ends at the all-reduce."""
+    x, more = parts(ranks, 70, 2048, "bfloat16"), parts(ranks, 1, 2048, "bfloat16", 1)[0]
+    results = []
+    for inside in (False, True):
+        given = [own.clone() for own in x]
+        added, normed = ([own if inside and replaced == name else poisoned(own) for own in given]
+                         for name in ("sum", "normed"))
+        residual = [more.expand(70, -1).contiguous().to(own.device) for own in x]
         ranks.run("all_reduce_norm", "one_shot",
-                  [[poisoned(own), None, other, own, None, None]
-                   for own, other in zip(given, normed, strict=True)])
-    assert all(torch.equal(own.cpu(), apart[0].cpu()) for own in [*apart, *inside])
+                  [[poisoned(own), *others, None] for own, *others in zip(
+                      given, added, normed, given, residual, strict=True)])
+        results.append([own.cpu() for own in [*added, *normed]])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 def test_many_collectives_of_changing_kinds(ranks):

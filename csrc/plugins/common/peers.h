@@ -2,7 +2,6 @@
 // others, and which kernel a collective uses.
 #pragma once
 
-#include <array>
 #include <map>
 #include <string>
 #include <utility>
