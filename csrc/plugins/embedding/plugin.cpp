@@ -4,6 +4,15 @@
 namespace llmc {
 namespace {
 
+// Takes the inputs of adapters, which are for CPUs, as the op has them.
+std::vector<Port> ports() {
+  std::vector<Port> made = quantizable_ports({"input_ids: int64 int32", "table: weight_dtype",
+                                              "position_ids?: int64 int32", "position_table?"});
+  for (const char* port : {"lora_a?", "lora_b?", "lora_owner?: int32", "lora_ids?: int32"})
+    made.emplace_back(port);
+  return made;
+}
+
 class Embedding : public Plugin {
  public:
   explicit Embedding(const Fields& fields)
@@ -15,6 +24,7 @@ class Embedding : public Plugin {
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
     const Dims table = quantized_.matrix(in, 1), y{in[0][0], table[1]};
     expect("Embedding's input_ids", in[0], {in[0][0]});
+    if (optional(in, 7) != nullptr) throw Error("Embedding takes no adapters on GPUs");
     expect("Embedding's table", table, {table[0], table[1]});
     if (const Dims* positions = optional(in, 3)) {
       if (optional(in, 2) == nullptr) throw Error("Embedding's position_table needs position_ids");
@@ -64,8 +74,7 @@ void register_embedding() {
   register_plugin(
       {"Embedding",
        1,
-       quantizable_ports({"input_ids: int64 int32", "table: weight_dtype",
-                          "position_ids?: int64 int32", "position_table?"}),
+       ports(),
        {"y"},
        quantizable_fields(
            {{"scale", 1.0}, {"vocab_start", int64_t{0}}, {"vocab_sharded", int64_t{0}}}),
