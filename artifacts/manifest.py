@@ -30,6 +30,7 @@ from llmc.artifacts.vision_input import VisionInput
 from llmc.artifacts.weight_file import WEIGHTS_NAME, read_weight_header
 from llmc.errors import LlmcError
 from llmc.limits import MAX_CHIPS
+from llmc.plugins.attention.op import AXES
 from llmc.plugins.code_types import CODE_TYPES
 from llmc.targets import TARGETS, TargetSpec
 
@@ -69,6 +70,8 @@ PROCESSOR = "processor.json"  # preprocessing of images and audio
 INPUT_FEATURES = "input_features"  # rows of features, input of an encoder without tokens
 ENCODER_INPUTS = ("input_ids", INPUT_FEATURES, "position_ids", "cu_seqlens")
 EMBEDS, EMBED_IDS = "embeds", "embed_ids"  # rows in place of token embeddings; their tokens
+DEEP_EMBEDS_PREFIX = "deep_embeds_"  # rows that are added to hidden states of the same tokens
+ROTARY_POSITIONS = "rotary_positions"  # of models whose tokens have positions by axis
 IMAGE_ROWS = "rows"  # output of an image encoder
 HIDDEN = "hidden"  # features of every token: output of the model, input of its draft model
 HIDDEN_OUT = "hidden_out"
@@ -231,19 +234,33 @@ class EncoderProgram(_Frozen):
     steps: Steps
 
 
+class PositionGrid(_Frozen):
+    """Positions of an image's rows in a model whose tokens have positions by axis.
+
+    A row stands for `merge_size` by `merge_size` patches. If the image follows position p, its row
+    at (frame, row, column) of the grid has the positions p + 1 + frame, p + 1 + row and p + 1 +
+    column. The next token has p + 1 plus the larger number of rows and columns, on all axes, as
+    tokens without an image have one position on all axes.
+    """
+
+    merge_size: CountOrNone
+
+
 class ImageEncoderProgram(_Frozen):
     """The image encoder, on chip 0 alone.
 
     It runs once per image. Its inputs are the arrays of the processor for this image, without
     `image_grid_thw`, and those that `computed` computes from this grid. Sizes that depend on the
     image are named `image_<i>`. Its outputs are `rows` and those of deep layers, `rows_0`, `rows_1`
-    and so on, each `[num_embeds, hidden_size]`. `steps` are like those of a `Chip`.
+    and so on, each `[num_embeds, hidden_size]`. `steps` are like those of a `Chip`. With `grid`,
+    chips read `rotary_positions`.
     """
 
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
     steps: Steps
     computed: tuple[VisionInput, ...] = ()
+    grid: Annotated[PositionGrid | None, Field(exclude_if=_is_absent)] = None
 
 
 class DraftProgram(_Frozen):
@@ -387,7 +404,9 @@ class Chip(_Frozen):
     width]` or, with a row per token, `[num_tokens, width]`, and there is no `logits_indices`. Some
     of these models have an input `token_type_ids`, and those without a KV cache no `past_lens`.
 
-    With an `image` encoder, its rows are `embeds` of the tokens of images.
+    With an `image` encoder, its rows are `embeds` of the tokens of images. Its deep rows are
+    `deep_embeds_<i>`, with the same `embed_ids`. Some of these models read `rotary_positions`,
+    `[num_tokens, 3]`, see `PositionGrid`.
 
     `num_heads` has the number of query heads of each attention layer. `quantization` has the
     quantized weights by name. `states` are the recurrent states, named `state_<i>`.
@@ -479,8 +498,9 @@ class Chip(_Frozen):
         if self.encoder:
             self._check_dataflow(self.encoder.steps, {*ENCODER_INPUTS}, memory)
             self._check_listed(self.encoder.inputs, self.encoder.outputs, self.encoder.steps)
-        self._check_dataflow(self.steps, {*self.kept, *ENGINE_INPUTS, EMBEDS, *memory,
-                                          *self.lora_inputs},
+        deep = {own.name for own in self.inputs if own.name.startswith(DEEP_EMBEDS_PREFIX)}
+        self._check_dataflow(self.steps, {*self.kept, *ENGINE_INPUTS, EMBEDS, *memory, *deep,
+                                          ROTARY_POSITIONS, *self.lora_inputs},
                      {*(f"{name}_out" for name in self.kept), self.result, *self.features})
         self._check_listed(self.inputs, self.outputs, self.steps)
         for index, draft in enumerate(self.drafts):
@@ -879,6 +899,11 @@ class Manifest(_Frozen):
         return self.chips[0].image
 
     @property
+    def num_deep_embeds(self) -> int:
+        """Number of rows of an image that are added to hidden states, beside its embeddings."""
+        return len(self.image.outputs) - 1 if self.image else 0
+
+    @property
     def kv_dtype(self) -> str:
         """Dtype of the KV caches."""
         return next((tensor.dtype for tensor in self.chips[0].inputs
@@ -1000,7 +1025,9 @@ class Manifest(_Frozen):
         memory = {"memory_starts", "encoder_sequence_length"} if self.encoder else set()
         given = {tensor.name: tensor for tensor in chip.inputs}
         produced = {tensor.name: tensor for tensor in chip.encoder.outputs} if chip.encoder else {}
-        required = {"input_ids", "cu_seqlens", *table, *slots, *memory, *chip.kept, *produced}
+        deep = {f"{DEEP_EMBEDS_PREFIX}{i}" for i in range(self.num_deep_embeds)}
+        required = {"input_ids", "cu_seqlens", *table, *slots, *memory, *chip.kept, *produced,
+                    *deep}
         if not self.pooling:
             required |= {"past_lens", "logits_indices"}
         elif chip.kept:
@@ -1010,7 +1037,8 @@ class Manifest(_Frozen):
             ({"commit_lens"} if chip.states else set()) - \
             ({"token_type_ids"} if self.pooling else set()) - \
             ({*LORA_IDS} if adapters else set()) - \
-            ({EMBEDS, EMBED_IDS} if {EMBEDS, EMBED_IDS} <= given.keys() else set())
+            ({EMBEDS, EMBED_IDS} if {EMBEDS, EMBED_IDS} <= given.keys() else set()) - \
+            ({ROTARY_POSITIONS} if self.image and self.image.grid else set())
         if mismatch:
             article = "an unknown" if min(mismatch) in given else "no"
             raise ValueError(f"chip {chip.rank} has {article} input {min(mismatch)!r}")
@@ -1025,8 +1053,10 @@ class Manifest(_Frozen):
                 tensor.require(self.dtype, ("num_memory_tokens", *produced[name].shape[1:]))
             elif name in adapters:
                 tensor.require(*adapters[name])
-            elif name == EMBEDS:
-                tensor.require(self.dtype, ("num_embeds", tensor.width))
+            elif name == EMBEDS or name in deep:
+                tensor.require(self.dtype, ("num_embeds", self.embeds_width or 0))
+            elif name == ROTARY_POSITIONS:
+                tensor.require("int32", ("num_tokens", AXES))
             else:
                 self._require_input(tensor)
         for tensor in chip.encoder.inputs if chip.encoder else ():

@@ -27,6 +27,7 @@ from llmc.artifacts.manifest import (
     GraphStep,
     ImageEncoderProgram,
     LayerCache,
+    PositionGrid,
     StateCache,
     TensorInfo,
     WeightForm,
@@ -275,10 +276,11 @@ def describe_encoder(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, .
 
 
 def describe_image(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, ...],
-                   computed: tuple[VisionInput, ...]) -> ImageEncoderProgram:
+                   computed: tuple[VisionInput, ...],
+                   grid: PositionGrid | None) -> ImageEncoderProgram:
     """Return the manifest's entry of the image encoder."""
     return ImageEncoderProgram(inputs=_describe(graph.inputs), outputs=_describe(graph.outputs),
-                               steps=steps, computed=computed)
+                               steps=steps, computed=computed, grid=grid)
 
 
 def describe_draft(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, ...]) -> DraftProgram:

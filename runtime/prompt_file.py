@@ -49,7 +49,7 @@ def read_lines(path: str | Path) -> list[bytes]:
         content = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise LlmcError(f"{name} cannot be read ({reason})") from error
+        raise LlmcError(f"{name} cannot be read ({reason}); give a file of JSON lines") from error
     lines = content.splitlines()
     if not any(line.strip() for line in lines):
         raise LlmcError(f'{name} has no request; write one a line, like {{"prompt": "…"}}')

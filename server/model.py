@@ -289,7 +289,8 @@ class Model:
             LlmcError: the configuration cannot be read.
         """
         if self.llm.tokenizer_file is None or self.llm.tokenizer is None:
-            raise ApiError("this model was compiled without a tokenizer; give token ids")
+            raise ApiError("this model was compiled without a tokenizer; give token ids instead of "
+                           "text, or compile it again with its tokenizer.json")
         config = read_config(self.llm.tokenizer_file.parent)
         tokenizer = self.llm.manifest.tokenizer
         for name, tokens in (("bos_token", [tokenizer.bos_token_id]),

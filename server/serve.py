@@ -138,6 +138,8 @@ def _for_address(access: Access, bound: socket.socket) -> Access:
 
 def _bind(host: str, port: int) -> socket.socket:
     """Bind a socket before loading the model, which takes longer, to report errors early."""
+    if not 0 <= port <= 65535:
+        raise LlmcError(f"--port {port} is not from 0 to 65535; 0 is any free port")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

@@ -14,6 +14,11 @@ from processor_checkpoints import FAMILIES, image_of, write_checkpoint
 # By model: the processor, fields of the vision config, and of the whole config.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llava": ("llava", {"image_size": 112}),
+    # Positions by axis, with deep rows or recurrent layers.
+    "qwen2_5_vl": ("qwen2_vl", {}),
+    "qwen3_vl": ("qwen3_vl", {"patch_size": 16, "deepstack_visual_indexes": [0, 1]}),
+    "qwen3_vl_moe": ("qwen3_vl", {"patch_size": 16, "deepstack_visual_indexes": [0, 1]}),
+    "qwen3_5": ("qwen3_vl", {"patch_size": 16}),
 }
 # Widths and heights of three images.
 SIZES = ((131, 77), (64, 200), (301, 97))

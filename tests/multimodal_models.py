@@ -26,6 +26,9 @@ TEXTS = {
     "qwen3_vl": {**families.FAMILIES["qwen3"], **_MROPE},
     "qwen3_vl_moe": {**families.MIXTURES["qwen3_moe"], **_MROPE},
     "qwen2_5_vl": {**families.FAMILIES["qwen2"], **_MROPE},
+    "qwen3_5": {**families.HYBRIDS["qwen3_5_text"], "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0,
+        "mrope_section": [4, 2, 2]}},
     "llava": families.FAMILIES["llama"],
     "llama4": families.OWN_ATTENTION["llama4_text"],
     "internvl": families.FAMILIES["qwen2"],

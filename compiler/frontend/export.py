@@ -31,6 +31,7 @@ from llmc.compiler.frontend.bind import (
     ties_hold,
 )
 from llmc.compiler.frontend.convolutions import feature_rows, reads_features
+from llmc.compiler.frontend.deep_embeds import mark_deep_embeds
 from llmc.compiler.frontend.features import check_features
 from llmc.compiler.frontend.image_export import export_image
 from llmc.compiler.frontend.mtp import export_mtp
@@ -46,6 +47,7 @@ from llmc.compiler.frontend.parts import (
     text_prefix,
 )
 from llmc.compiler.frontend.pooling import LogitScore, PoolingPlan, append_layers
+from llmc.compiler.frontend.position_grid import position_grid
 from llmc.compiler.frontend.raw import RawImageEncoder
 from llmc.compiler.frontend.repeat import (
     CannotRepeat,
@@ -132,12 +134,16 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
         for part in parts:
             check_features(model, part)
         check_made(model, completed, origin)
+        grid = None if images is None else position_grid(complete)
         graphs = [_export_part(copy.deepcopy(config), part, model, completed, origin,
-                               trust_remote_code, names, notes) for part in parts]
+                               trust_remote_code, names, notes, by_axis=grid is not None)
+                  for part in parts]
         if not takes_embeds and images is None:
             remove_mark(graphs[0])
-        image = None if images is None else \
-            export_image(complete, all_tensors, origin, images, names)
+        image = None
+        if images is not None:
+            image = export_image(complete, all_tensors, origin, images, names, grid)
+            mark_deep_embeds(graphs[0], model, image)
 
         draft = export_mtp(config, completed, origin, graphs[0], names, trust_remote_code) \
             if mtp else ()
@@ -252,21 +258,22 @@ def _empty_model(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.M
 
 def _export_part(config: Any, part: Part, model: torch.nn.Module, checkpoint: Checkpoint,
                  origin: str, trust_remote_code: bool, names: dict[int, str],
-                 notes: list[str]) -> gs.Graph:
+                 notes: list[str], by_axis: bool = False) -> gs.Graph:
     """Export a part as a graph. Adds to `names`, see `attach_weights`, and to `notes`."""
     bound = checkpoint.spelled & model.state_dict().keys()
     try:
         plan = plan_layers(config, part, model, trust_remote_code)
-        traced = _trace_some(plan, part, trust_remote_code)
+        traced = _trace_some(plan, part, trust_remote_code, by_axis)
         graph = repeat(to_graph(traced, exported_names(bound, plan)), plan)
     except CannotRepeat as reason:
         notes.append(f"all layers were exported: {reason}")
-        graph = to_graph(trace(config, part, None, trust_remote_code), bound)
+        graph = to_graph(trace(config, part, None, trust_remote_code, (), by_axis), bound)
     attach_weights(graph, model, checkpoint, origin, names)
     return graph
 
 
-def _trace_some(plan: LayerPlan, part: Part, trust_remote_code: bool) -> onnx.ModelProto:
+def _trace_some(plan: LayerPlan, part: Part, trust_remote_code: bool,
+                by_axis: bool) -> onnx.ModelProto:
     """Export the layers that a plan picks.
 
     Raises:
@@ -275,7 +282,7 @@ def _trace_some(plan: LayerPlan, part: Part, trust_remote_code: bool) -> onnx.Mo
     """
     try:
         return trace(plan.config, part, plan.layers_name, trust_remote_code,
-                     plan.picked if plan.cut else ())
+                     plan.picked if plan.cut else (), by_axis)
     except DoesNotRun as error:
         raise CannotRepeat(f"the model does not run with a few of them ({error})") from error
 

@@ -184,9 +184,12 @@ def find_directory(model: str | Path, revision: str | None = None) -> Path:
                             f"directory; give one")
         return directory
     name = str(model)
-    if name.count("/") != 1 or name.startswith((".", "/")) or directory.exists():
-        raise LlmcError(f"'{model}' is neither a directory, nor a .gguf or .onnx file, nor a hub "
-                        f"id like 'org/name'; give one of these")
+    if directory.exists():
+        raise LlmcError(f"'{model}' is neither a directory nor a .gguf or .onnx file; give the "
+                        f"directory that has the model's config.json and weights")
+    if name.count("/") != 1 or name.startswith((".", "/")):
+        raise LlmcError(f"'{model}' does not exist; give a directory, a .gguf or .onnx file, or a "
+                        f"hub id like 'org/name'")
     try:
         from huggingface_hub import snapshot_download
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(PATTERNS)))

@@ -257,7 +257,11 @@ def _replaced(model: Any, replacement: Callable[..., Any]) -> Iterator[None]:
     `cu_seqlens` instead of one sequence at a time, as flash attention does.
     """
     thread = threading.get_ident()
-    undo: list[tuple[Any, str, Any]] = []
+    undo: list[tuple[Any, str, Any]] = [(torch, "split", torch.split)]
+    split: Any = torch.split
+    torch.split = lambda tensor, sizes, *others, **named: (  # rows of one image: of one size
+        (tensor,) if isinstance(sizes, list) and len(sizes) == 1
+        and threading.get_ident() == thread else split(tensor, sizes, *others, **named))
     modules = {sys.modules[type(each).__module__] for each in model.modules()}
     modules.add(vision_utils)
     for module in modules:

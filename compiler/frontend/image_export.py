@@ -11,6 +11,7 @@ import onnx_graphsurgeon as gs
 import torch
 from PIL import Image
 
+from llmc.artifacts.manifest import PositionGrid
 from llmc.compiler.frontend.bind import Checkpoint, attach_weights
 from llmc.compiler.frontend.image import IMAGE, trace_image
 from llmc.compiler.frontend.parts import build
@@ -26,7 +27,8 @@ _SIZES = ((800, 600), (350, 900), (1200, 300), (96, 64))
 
 
 def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
-                 description: ProcessorDescription, names: dict[int, str]) -> RawImageEncoder:
+                 description: ProcessorDescription, names: dict[int, str],
+                 grid: PositionGrid | None) -> RawImageEncoder:
     """Export the image encoder of a checkpoint.
 
     Args:
@@ -35,6 +37,7 @@ def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
         origin: name of the checkpoint in errors.
         description: its processor.
         names: names of weights by identity, see `attach_weights`.
+        grid: positions of its rows, see `RawImageEncoder`.
 
     Raises:
         LlmcError: the encoder cannot be exported, or a tensor is missing or has another shape.
@@ -47,7 +50,7 @@ def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
     graph = to_graph(proto, checkpoint.spelled & model.state_dict().keys())
     attach_weights(graph, model, checkpoint, origin, names)
     _name_sizes(graph)
-    return RawImageEncoder(graph, computed)
+    return RawImageEncoder(graph, computed, grid)
 
 
 def _samples(processor: Processor) -> Sequence[Mapping[str, np.ndarray]]:

@@ -48,6 +48,8 @@ def load_onnx(path: Path, hf_dir: Path, check: Check = unchecked) -> RawModel:
         raise LlmcError(f"'{path}' is not an ONNX file ({type(error).__name__}); export it again") \
             from error
     opset = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
+    if not opset:
+        raise LlmcError(f"'{path}' is not an ONNX file (it names no opset); export it again")
     if opset < _MIN_OPSET:
         raise LlmcError(f"'{path}' has opset {opset}; export it with opset {_MIN_OPSET} or later")
     _check_inputs(model, path)

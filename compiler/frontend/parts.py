@@ -131,6 +131,8 @@ def build(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.Module:
     except (ValueError, LookupError, ArithmeticError, ImportError, TypeError, AssertionError,
             AttributeError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        if first.startswith("Unrecognized configuration class"):
+            first = "it has no such class for this model type"
         raise LlmcError(f"transformers cannot build '{getattr(config, 'model_type', '?')}' as "
-                        f"{'an' if kind[0] == 'e' else 'a'} {kind}: {first}; correct its config, "
+                        f"{'an' if kind[0] in 'ei' else 'a'} {kind}: {first}; correct its config, "
                         f"or use another model") from error

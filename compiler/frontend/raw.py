@@ -13,7 +13,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 from tokenizers import Tokenizer
 
-from llmc.artifacts.manifest import DraftChain, DraftKind, FeatureRows
+from llmc.artifacts.manifest import DraftChain, DraftKind, FeatureRows, PositionGrid
 from llmc.artifacts.vision_input import VisionInput
 from llmc.compiler.frontend.origin import Origin
 from llmc.compiler.graph.weights import Weight
@@ -86,10 +86,13 @@ class RawImageEncoder:
             `computed` computes; outputs are `rows`, float32 [num_rows, hidden_size], and those of
             deep layers. Attention is a node `BidirectionalAttention`.
         computed: how inputs are computed from the image's grid.
+        grid: positions of its rows by axis, which the language model then takes as
+            `POSITION_IDS`; None: it has one position of each token.
     """
 
     graph: gs.Graph
     computed: tuple[VisionInput, ...] = ()
+    grid: PositionGrid | None = None
 
 
 @dataclass(frozen=True)
@@ -97,10 +100,10 @@ class RawModel:
     """A stateless model as an ONNX graph, before any pass.
 
     Args:
-        graph: inputs `input_ids` and perhaps `position_ids`, int64 [batch, seq]; output `logits`
-            float32 [batch, seq, vocab_size]; parameters are constants that hold a `Weight`.
-            Attention is a node `Sdpa` (domain llmc; q, k, v as [batch, heads, seq, head_dim], and
-            optionally a bias of the scores; scale, window, softcap, causal, layer) if the model
+        graph: inputs `input_ids` and perhaps `position_ids`, int64 [batch, seq], or all of
+            `POSITION_IDS`; output `logits` float32 [batch, seq, vocab_size]; parameters are
+            constants that hold a `Weight`. Attention is a node `Sdpa` (domain llmc; q, k, v as
+            [batch, heads, seq, head_dim], and optionally a bias of the scores; scale, window, softcap, causal, layer) if the model
             uses transformers' attention interface. The hidden state after layer i is named
             `hidden_states.i` if the frontend knows it. For an encoder-decoder model this is the
             decoder, which also has an input `encoder_output` float32 [batch, mem_seq, hidden_size].

@@ -50,7 +50,7 @@ from llmc.compiler.frontend.repeat import cut_layers
 from llmc.compiler.frontend.reproducible import Reproducible
 from llmc.compiler.graph.constants import fold_constants
 from llmc.compiler.graph.embeds import TOKEN_EMBEDS
-from llmc.compiler.graph.names import ENCODER_OUTPUT
+from llmc.compiler.graph.names import ENCODER_OUTPUT, POSITION_IDS
 from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT
 from llmc.compiler.graph.recurrence import CONVOLUTION, RECURRENCE
 from llmc.compiler.graph.rewrite import is_op, tidy
@@ -77,7 +77,7 @@ class DoesNotRun(LlmcError):
 
 
 def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: bool,
-          kept: Sequence[int] = ()) -> onnx.ModelProto:
+          kept: Sequence[int] = (), by_axis: bool = False) -> onnx.ModelProto:
     """Export a model from its config.
 
     The result depends only on the arguments and the versions of libraries, not on a checkpoint.
@@ -91,6 +91,7 @@ def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: b
         layers_name: name of the layers' module list, whose nodes are tagged.
         trust_remote_code: run code that comes with the model.
         kept: indices of the layers to export; empty: all.
+        by_axis: whether a causal LM takes a position by each axis, `POSITION_IDS`.
 
     Raises:
         DoesNotRun: the model's code raises an error.
@@ -100,7 +101,7 @@ def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: b
     for implementation in (ATTENTION, "eager"):
         config._attn_implementation = implementation
         try:
-            exported = _run_exporter(config, part, trust_remote_code, layers_name, kept)
+            exported = _run_exporter(config, part, trust_remote_code, layers_name, kept, by_axis)
         except Contradiction as error:
             raise Contradiction(f"'{config.model_type}' contradicts itself: {error}; "
                                 f"use another model") from error
@@ -142,7 +143,7 @@ def root_cause(error: BaseException) -> str:
 
 
 def _run_exporter(config: Any, part: Part, trust_remote_code: bool, layers_name: str | None = None,
-                  kept: Sequence[int] = ()) -> ir.Model:
+                  kept: Sequence[int] = (), by_axis: bool = False) -> ir.Model:
     AttentionInterface.register(ATTENTION, functools.partial(_sdpa, part))
     _disable_extra_outputs(config)
     # Buffers, such as rotary tables and scales, keep their values.
@@ -156,7 +157,7 @@ def _run_exporter(config: Any, part: Part, trust_remote_code: bool, layers_name:
         _mark_embeddings(model)
     model.tie_weights()  # init_empty_weights has untied them
     longest = getattr(text_config(config), "max_position_embeddings", None)
-    return _export_module(model, part, longest, lambda: _wrap(model, part))
+    return _export_module(model, part, longest, lambda: _wrap(model, part, by_axis))
 
 
 def trace_draft(model: torch.nn.Module, width: int, max_positions: int | None,
@@ -276,7 +277,7 @@ def _select_all_keys(model: torch.nn.Module) -> None:
             module.forward = select
 
 
-def _wrap(model: Any, part: Part) -> \
+def _wrap(model: Any, part: Part, by_axis: bool = False) -> \
         tuple[torch.nn.Module, dict[str, tuple[torch.Tensor, str]], Sequence[str]]:
     """Return what `_export_module` needs for a part of a model."""
     ids = torch.zeros((2, 5), dtype=torch.int64), "seq"
@@ -298,6 +299,9 @@ def _wrap(model: Any, part: Part) -> \
         return _Pooled(model, "use_cache" in parameters), inputs, [POOLED]
     takes_positions = "position_ids" in parameters
     positions = torch.arange(5)[None].expand(2, 5).clone(), "seq"
+    if by_axis and takes_positions:
+        several = {name: (positions[0].clone(), "seq") for name in POSITION_IDS}
+        return _ByAxis(model), {"input_ids": ids} | several, ["logits"]
     return _Stateless(model, takes_positions), \
         {"input_ids": ids} | ({"position_ids": positions} if takes_positions else {}), ["logits"]
 
@@ -437,6 +441,21 @@ class _Stateless(torch.nn.Module):
         positions = {"position_ids": position_ids} if self.takes_positions else {}
         logits: torch.Tensor = self.model(input_ids=input_ids, use_cache=False, return_dict=False,
                                           **positions)[0]
+        return logits
+
+
+class _ByAxis(torch.nn.Module):
+    """input_ids and a position by each axis to logits."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor,
+                position_ids_1: torch.Tensor, position_ids_2: torch.Tensor) -> torch.Tensor:
+        positions = torch.stack([position_ids, position_ids_1, position_ids_2])
+        logits: torch.Tensor = self.model(input_ids=input_ids, position_ids=positions,
+                                          use_cache=False, return_dict=False)[0]
         return logits
 
 

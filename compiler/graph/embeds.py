@@ -1,7 +1,10 @@
-"""An intermediate op that marks the output of a model's token embedding.
+"""Intermediate ops that mark where rows of images enter a model.
 
-The frontend emits it; the input_embeds pass replaces it. It never reaches an artifact, so it has no
-function body and is not in the registry.
+The frontend emits them; the input_embeds pass replaces them. They never reach an artifact, so they
+have no function body and are not in the registry.
+
+    TokenEmbeds   the output of the token embedding
+    DeepEmbeds    a hidden state to which the image encoder's deep rows `index` are added
 """
 
 from __future__ import annotations
@@ -14,6 +17,16 @@ TOKEN_EMBEDS = Op(
     inputs=("x",),
     outputs=("y",),
     fields={},
+    shapes=lambda shapes, fields: [shapes["x"]],
+    body=None,
+)
+
+DEEP_EMBEDS = Op(
+    name="DeepEmbeds",
+    version=1,
+    inputs=("x",),
+    outputs=("y",),
+    fields={"index": 0},
     shapes=lambda shapes, fields: [shapes["x"]],
     body=None,
 )

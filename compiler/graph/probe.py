@@ -20,7 +20,7 @@ from onnx_graphsurgeon.exporters.onnx_exporter import OnnxExporter
 
 from llmc import plugins
 from llmc.artifacts.manifest import HIDDEN, INPUT_FEATURES
-from llmc.compiler.graph.names import ENCODER_OUTPUT
+from llmc.compiler.graph.names import ENCODER_OUTPUT, POSITION_IDS
 from llmc.compiler.graph.rewrite import (
     CannotEvaluate,
     NoMatch,
@@ -67,12 +67,14 @@ def token_feeds(batch: int, seq: int, positions: np.ndarray | None = None) -> \
     Args:
         batch: number of sequences.
         seq: tokens of each.
-        positions: int [seq]; from 0 by default.
+        positions: int [seq], or by axis [seq, axes]; from 0 by default.
     """
     positions = np.arange(seq) if positions is None else positions
+    by_axis = np.broadcast_to(positions.reshape(seq, -1), (seq, len(POSITION_IDS))).T
     return {"input_ids": np.zeros((batch, seq), np.int64),
             INPUT_FEATURES: np.zeros((batch, seq, 1), np.float32),  # only its axes are read
-            "position_ids": np.tile(positions.astype(np.int64), (batch, 1)),
+            **{name: np.tile(own.astype(np.int64), (batch, 1))
+               for name, own in zip(POSITION_IDS, by_axis, strict=True)},
             "token_type_ids": np.zeros((batch, seq), np.int64),
             ENCODER_OUTPUT: np.zeros((batch, seq, 1), np.float32),
             HIDDEN: np.zeros((batch, seq, 1), np.float32)}
@@ -280,7 +282,7 @@ def with_positions(piece: Piece, feeds: Callable[[int], Mapping[str, np.ndarray]
             for values, length in ((short[id(tensor)], 5), (long[id(tensor)], 7)))
 
     places: list[tuple[gs.Tensor, tuple[int, ...]]] = []
-    knows = {id(tensor) for tensor in piece.inputs if tensor.name == "position_ids"}
+    knows = {id(tensor) for tensor in piece.inputs if tensor.name in POSITION_IDS}
     nodes: list[gs.Node] = []
     for node in piece.nodes:
         if node.op not in ("Shape", "Size") and any(id(tensor) in knows for tensor in node.inputs):

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc import plugins
-from llmc.compiler.graph.embeds import TOKEN_EMBEDS
+from llmc.compiler.graph.embeds import DEEP_EMBEDS, TOKEN_EMBEDS
 from llmc.compiler.graph.expert_products import EXPERTS_DOWN, EXPERTS_UP
 from llmc.compiler.graph.notes import Context, CountedNote, PassNote
 from llmc.compiler.graph.recurrence import CONVOLUTION, RECURRENCE
@@ -32,7 +32,8 @@ _Shard = TypeVar("_Shard", bound=Shard)
 _Note = TypeVar("_Note", bound=PassNote)
 # Intermediate ops, which passes replace before a graph is written.
 _INTERMEDIATE = {op.name: op for op in (
-    SDPA, MODEL_CACHE, TOKEN_EMBEDS, EXPERTS_UP, EXPERTS_DOWN, CONVOLUTION, RECURRENCE)}
+    SDPA, MODEL_CACHE, TOKEN_EMBEDS, DEEP_EMBEDS, EXPERTS_UP, EXPERTS_DOWN, CONVOLUTION,
+    RECURRENCE)}
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,12 @@
 Given:   x = token embedding → TokenEmbeds(x)
 Result:  x = token embedding → InputEmbeds(x, embeds, embed_ids), the last two graph inputs
 
-The mark is at the output of the model's embedding module, where transformers takes `inputs_embeds`.
-Only models that take such rows have it. Nothing else may read the token ids, as a row has none.
+Given:   x = hidden state → DeepEmbeds(x) {index: i}
+Result:  x = hidden state → AddEmbeds(x, deep_embeds_i, embed_ids), likewise
+
+The first mark is at the output of the model's embedding module, where transformers takes
+`inputs_embeds`. Only models that take such rows have it. Nothing else may read the token ids, as a
+row has none.
 """
 
 from __future__ import annotations
@@ -14,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.manifest import EMBED_IDS, EMBEDS
-from llmc.compiler.graph.embeds import TOKEN_EMBEDS
+from llmc.artifacts.manifest import DEEP_EMBEDS_PREFIX, EMBED_IDS, EMBEDS
+from llmc.compiler.graph.embeds import DEEP_EMBEDS, TOKEN_EMBEDS
 from llmc.compiler.graph.rewrite import (
     Report,
     Rule,
@@ -28,6 +32,8 @@ from llmc.compiler.graph.rewrite import (
     replace,
 )
 from llmc.errors import LlmcError
+from llmc.plugins import Op
+from llmc.plugins.add_embeds.op import OP as ADD_EMBEDS
 from llmc.plugins.input_embeds.op import OP as INPUT_EMBEDS
 
 
@@ -35,20 +41,31 @@ from llmc.plugins.input_embeds.op import OP as INPUT_EMBEDS
 class _Marked:
     x: gs.Tensor
     output: gs.Tensor
+    name: str  # of the input with rows
+    op: Op
 
 
 def input_embeds(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass."""
-    rule = Rule("input-embeds", frozenset({TOKEN_EMBEDS.name}),
-                lambda node, settings: _Marked(operands(node)["x"], node.outputs[0]), _rewrite)
-    apply_rules(graph, [rule], settings, report)
+    rules = [Rule("input-embeds", frozenset({TOKEN_EMBEDS.name}), _token_embeds, _rewrite),
+             Rule("deep-embeds", frozenset({DEEP_EMBEDS.name}), _deep_embeds, _rewrite)]
+    apply_rules(graph, rules, settings, report)
+
+
+def _token_embeds(node: gs.Node, settings: Settings) -> _Marked:
+    return _Marked(operands(node)["x"], node.outputs[0], EMBEDS, INPUT_EMBEDS)
+
+
+def _deep_embeds(node: gs.Node, settings: Settings) -> _Marked:
+    return _Marked(operands(node)["x"], node.outputs[0],
+                   f"{DEEP_EMBEDS_PREFIX}{node.attrs['index']}", ADD_EMBEDS)
 
 
 def _rewrite(graph: gs.Graph, match: _Marked, settings: Settings) -> None:
     shape = tuple(match.x.shape)
-    embeds = gs.Variable(EMBEDS, np.float32, ("num_embeds", shape[-1]))
+    embeds = gs.Variable(match.name, np.float32, ("num_embeds", shape[-1]))
     graph.inputs.append(embeds)
-    replace(graph, INPUT_EMBEDS, {"x": match.x, "embeds": embeds, "embed_ids": graph_input(
+    replace(graph, match.op, {"x": match.x, "embeds": embeds, "embed_ids": graph_input(
         graph, EMBED_IDS, shape[:-1])}, [match.output])
 
 

@@ -14,8 +14,14 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.manifest import EMBED_IDS, HIDDEN, INPUT_FEATURES, POOLED
-from llmc.compiler.graph.names import ENCODER_OUTPUT
+from llmc.artifacts.manifest import (
+    EMBED_IDS,
+    HIDDEN,
+    INPUT_FEATURES,
+    POOLED,
+    ROTARY_POSITIONS,
+)
+from llmc.compiler.graph.names import ENCODER_OUTPUT, POSITION_IDS
 from llmc.compiler.graph.notes import VocabularySize
 from llmc.compiler.graph.probe import ELEMENTWISE, data_tensors
 from llmc.compiler.graph.rewrite import (
@@ -63,9 +69,9 @@ def pack(graph: gs.Graph, settings: Settings, report: Report) -> None:
     used = {id(tensor) for node in graph.nodes for tensor in node.inputs}
     graph.inputs = [tensor for tensor in graph.inputs if id(tensor) in used]
     for tensor in graph.inputs:
-        if tensor.name in ("input_ids", "position_ids", "token_type_ids", EMBED_IDS):
+        if tensor.name in (*POSITION_IDS, "input_ids", "token_type_ids", EMBED_IDS):
             tensor.shape = ("num_tokens",)
-        elif tensor.name in (ENCODER_OUTPUT, HIDDEN, INPUT_FEATURES):
+        elif tensor.name in (ENCODER_OUTPUT, HIDDEN, INPUT_FEATURES, ROTARY_POSITIONS):
             tensor.shape = ("num_tokens", tensor.shape[-1])
 
 

@@ -91,7 +91,7 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
         image_steps, more = _write_steps(image.graph, places, directory, CPU.image_file, "image")
         files += more
         chip = chip.model_copy(update={
-            "image": describe_image(image.graph, image_steps, image.computed)})
+            "image": describe_image(image.graph, image_steps, image.computed, image.grid)})
     return chip, [weights, *files]
 
 

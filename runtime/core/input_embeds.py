@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from llmc.runtime.multimodal.items import PlaceholderRange
+from llmc.runtime.multimodal.rotary_positions import RotaryPositions
 
 
 @dataclass(eq=False)
@@ -21,12 +22,14 @@ class InputEmbeds:
         keys: of each row, bytes that identify its contents in names of cached blocks.
         rows: float32 [n, width]; None: the rows of `items`, which the engine encodes.
         items: positions of images, in order.
+        rotary: positions by axis of the sequence, if the model has them.
     """
 
     positions: np.ndarray
     keys: Sequence[bytes]
     rows: np.ndarray | None = None
     items: Sequence[PlaceholderRange] = ()
+    rotary: RotaryPositions | None = None
 
     @staticmethod
     def of(positions: np.ndarray, rows: np.ndarray) -> InputEmbeds:
@@ -34,11 +37,13 @@ class InputEmbeds:
         return InputEmbeds(positions, [hashlib.sha256(row).digest() for row in rows], rows)
 
     @staticmethod
-    def of_items(items: Sequence[PlaceholderRange]) -> InputEmbeds:
+    def of_items(items: Sequence[PlaceholderRange],
+                 rotary: RotaryPositions | None) -> InputEmbeds:
         """Rows of images, identified by what the encoder reads."""
         keys = [bytes.fromhex(own.item.digest) + index.to_bytes(4, "little")
                 for own in items for index in range(len(own.positions))]
-        return InputEmbeds(np.concatenate([own.positions for own in items]), keys, items=items)
+        return InputEmbeds(np.concatenate([own.positions for own in items]), keys, items=items,
+                           rotary=rotary)
 
     def items_within(self, start: int, stop: int) -> Iterator[tuple[int, PlaceholderRange]]:
         """Number and place of each item with a row at positions from `start` to `stop`."""

@@ -1090,7 +1090,7 @@ def _integer(name: str, value: object, least: int) -> int:
     except (TypeError, ValueError) as error:
         raise LlmcError(f"{name} is {shown(value)}; give {error}") from None
     if read < least:
-        raise LlmcError(f"{name} {read} is below {least}")
+        raise LlmcError(f"{name} {read} is below {least}; give {least} or more")
     return read
 
 

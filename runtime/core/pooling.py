@@ -202,7 +202,8 @@ class PoolingProcessor:
     def _encode(self, texts: Sequence[str | tuple[str, str]], most: int | None,
                 add_special_tokens: bool = True) -> list[Input]:
         if self._tokenizer is None:
-            raise LlmcError("this model was compiled without a tokenizer; give token ids")
+            raise LlmcError("this model was compiled without a tokenizer; give token ids instead "
+                            "of text, or compile it again with its tokenizer.json")
         tokenizer = self._tokenizer
         if most is not None:
             tokenizer = Tokenizer.from_str(tokenizer.to_str())

@@ -28,6 +28,11 @@ from llmc.runtime.core.step import EncoderInput, SamplingState
 from llmc.runtime.message_forms import ContentFormat
 from llmc.runtime.multimodal.items import PLURALS, MediaItem
 from llmc.runtime.multimodal.messages import MediaSource, has_media, load_source, split_media
+from llmc.runtime.multimodal.rotary_positions import (
+    ImagePlace,
+    RotaryPositions,
+    rotary_positions,
+)
 from llmc.runtime.prompts import (
     ROW,
     EmbedsPrompt,
@@ -535,7 +540,15 @@ class InputProcessor:
                             "tokens; leave it out")
         self.check_tokens(prompt.token_ids)
         ids = array("i", prompt.token_ids)
-        return ids, ids, InputEmbeds.of_items(prompt.ranges)
+        return ids, ids, InputEmbeds.of_items(prompt.ranges, self._rotary(prompt))
+
+    def _rotary(self, prompt: MediaPrompt) -> RotaryPositions | None:
+        """Positions by axis of a prompt with images; None if the model has none."""
+        grid = self.manifest.image.grid if self.manifest.image else None
+        return None if grid is None else rotary_positions(
+            len(prompt.token_ids),
+            [ImagePlace.of(own.positions, own.item.arrays[GRID], grid.merge_size)
+             for own in prompt.ranges])
 
     def _check_item(self, item: MediaItem) -> None:
         """Check that the image encoder takes what the processor gave.
@@ -811,12 +824,13 @@ class InputProcessor:
         if len(ids) > dims.max_seq_len:
             raise LlmcError(f"the prompt has {len(ids)} tokens, the KV cache has room for "
                             f"{dims.max_seq_len}; shorten it, or compile with a larger "
-                            f"--max_seq_len")
+                            f"--max_seq_len, up to the model's maximum")
         self._check_tokens(ids)
 
 
 def _no_tokenizer() -> LlmcError:
-    return LlmcError("this model was compiled without a tokenizer; give token ids")
+    return LlmcError("this model was compiled without a tokenizer; give token ids instead of text, "
+                     "or compile it again with its tokenizer.json")
 
 
 def _default_params(manifest: Manifest) -> SamplingParams:

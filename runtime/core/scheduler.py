@@ -48,6 +48,7 @@ from llmc.runtime.core.step import (
 )
 from llmc.runtime.core.step_times import StepTimes
 from llmc.runtime.multimodal.items import MediaItem
+from llmc.runtime.multimodal.rotary_positions import IN_CACHE
 from llmc.runtime.sampling.beam_search import Candidates
 from llmc.runtime.sampling.sampler import Logprobs
 from llmc.runtime.speculation.engine_drafts import MATCH
@@ -1027,7 +1028,7 @@ class Scheduler:
             num_uncommitted=[row.uncommitted for row in step_rows],
             adapters=[self._adapter_slot(row.sequence) for row in step_rows],
             load_adapters=self._new_adapters, **self._images_of_step(),
-            **_embeds(step_rows, self.images),
+            **_embeds(step_rows, self.images), rotary_positions=_rotary_positions(step_rows),
             unread=[row.unread for row in step_rows], **proposals)
         self._new_adapters = {}
         scheduled = ScheduledStep(
@@ -1241,6 +1242,16 @@ def _embeds(step_rows: abc.Sequence[_StepRow], images: EncoderCache | None) -> \
         ids.append(own)
     return {"embeds": np.concatenate(rows or given[:1]), "embed_ids": np.concatenate(ids),
             "image_rows": np.array(encoded, np.int32).reshape(-1, 3)} if count else {}
+
+
+def _rotary_positions(step_rows: abc.Sequence[_StepRow]) -> np.ndarray:
+    """Positions by axis of a step's tokens; empty if all are positions in the cache."""
+    by_axis = [row.sequence.embeds.rotary if row.sequence.embeds else None for row in step_rows]
+    if not any(by_axis):
+        return IN_CACHE.of_prompt
+    return np.concatenate([
+        (own or IN_CACHE).within(row.past, row.past + len(row.tokens))
+        for row, own in zip(step_rows, by_axis, strict=True)])
 
 
 def _given_rows(row: _StepRow) -> np.ndarray:

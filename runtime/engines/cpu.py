@@ -19,6 +19,7 @@ import onnxruntime as ort
 
 from llmc.artifacts.draft_tokens import read_draft_token_ids
 from llmc.artifacts.manifest import (
+    DEEP_EMBEDS_PREFIX,
     EMBED_IDS,
     EMBEDS,
     HIDDEN,
@@ -26,6 +27,7 @@ from llmc.artifacts.manifest import (
     INPUT_FEATURES,
     MANIFEST_NAME,
     POOLED,
+    ROTARY_POSITIONS,
     Chip,
     CollectiveStep,
     DraftProgram,
@@ -36,6 +38,7 @@ from llmc.artifacts.manifest import (
 )
 from llmc.artifacts.weight_file import WEIGHTS_NAME
 from llmc.errors import LlmcError
+from llmc.plugins.attention.op import AXES
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.core.step import (
     EncoderInput,
@@ -68,6 +71,7 @@ class _Part:
 
     `lora_ids` is int32 [num_tokens], the slot of each token's adapter or -1; empty in an encoder.
     `embed_ids` is int32 [num_tokens], each token's row of `Step.embeds` or -1; empty: all -1.
+    `positions_by_axis` is int32 [num_tokens, 3]; None: positions in the cache.
     """
 
     input_ids: np.ndarray
@@ -81,11 +85,19 @@ class _Part:
     memory: EncoderOutputs | None = None
     token_type_ids: np.ndarray | None = None
     input_features: np.ndarray | None = None
+    positions_by_axis: np.ndarray | None = None
 
     @property
     def position_ids(self) -> np.ndarray:
         """int64 [num_tokens]."""
         return positions(self.past_lens, self.cu_seqlens)
+
+    @property
+    def rotary_positions(self) -> np.ndarray:
+        """int32 [num_tokens, 3]."""
+        if self.positions_by_axis is not None:
+            return self.positions_by_axis
+        return np.repeat(self.position_ids.astype(np.int32)[:, None], AXES, axis=1)
 
     @staticmethod
     def of(prompts: Sequence[EncoderInput]) -> _Part:
@@ -147,6 +159,7 @@ class CpuEngine:
                                     and name.removesuffix("_out") not in self._caches]
                         for step in segments}
         self._wants_positions = any("position_ids" in step.inputs for step in segments)
+        self._wants_axes = any(ROTARY_POSITIONS in step.inputs for step in segments)
         self._wants_types = any("token_type_ids" in step.inputs for step in segments)
         self._last_uses = self._find_last_uses(chip.steps, {chip.result, *chip.features})
         self._per_token = manifest.pooling is not None and manifest.pooling.per_token
@@ -166,7 +179,9 @@ class CpuEngine:
                     case_dir / chip.path / WEIGHTS_NAME, self._draft_vocab,
                     manifest.dims.vocab_size)
         self._no_embeds = np.zeros((1, manifest.embeds_width or 0), np.float32)
+        self._num_deep = manifest.num_deep_embeds
         self._embeds = self._no_embeds  # of the present step
+        self._deep_embeds = np.empty((0, 0, 0), np.float32)
         self._step: Step | None = None  # whose draft model has not run yet
         self._features: list[np.ndarray] = []  # of its tokens, for the draft model
         self._encoder_uses = self._find_last_uses(chip.encoder.steps, set(self._memory)) \
@@ -183,6 +198,8 @@ class CpuEngine:
             self._loras.load(slot, adapter.matrices[self._chip.rank])
         self._encode(step.encode)
         self._embeds = step.embeds if len(step.embeds) else self._no_embeds
+        self._deep_embeds = step.deep_embeds if len(step.deep_embeds) else \
+            np.zeros((self._num_deep, *self._embeds.shape), np.float32)
         self._rows.enter(step)
         self._features.clear()
         if self._chain:
@@ -367,7 +384,8 @@ class CpuEngine:
             yield _Part(tokens, cu_seqlens, past, commits,
                         indices if len(indices) else np.array([len(tokens) - 1]), adapters,
                         step.embed_ids[inside], first,
-                        step.memory and step.memory.take(sequences)), len(indices) > 0
+                        step.memory and step.memory.take(sequences),
+                        positions_by_axis=_taken(step.rotary_positions, inside)), len(indices) > 0
 
     def _chunks(self, step: Step, index: int, whole: bool, lora_ids: np.ndarray) -> \
             Iterator[tuple[_Part, bool]]:
@@ -390,7 +408,9 @@ class CpuEngine:
                         indices if len(indices) else np.array([end - start - 1]),
                         lora_ids[start:end], step.embed_ids[start:end],
                         int(step.slots[index]),
-                        step.memory and step.memory.take([index])), len(indices) > 0
+                        step.memory and step.memory.take([index]),
+                        positions_by_axis=_taken(step.rotary_positions, slice(start, end))), \
+                len(indices) > 0
             start = end
 
     def _chunk_size(self, past: int, new: int) -> int:
@@ -461,10 +481,14 @@ class CpuEngine:
             self._span = self._loras.span(part.lora_ids)
         if self._no_embeds.size:
             values[EMBEDS] = self._embeds
+            values |= {f"{DEEP_EMBEDS_PREFIX}{index}": rows
+                       for index, rows in enumerate(self._deep_embeds)}
             values[EMBED_IDS] = part.embed_ids if len(part.embed_ids) else \
                 np.full(len(part.input_ids), -1, np.int32)
         if self._wants_positions:
             values["position_ids"] = part.position_ids
+        if self._wants_axes:
+            values[ROTARY_POSITIONS] = part.rotary_positions
         if self._wants_types:
             values["token_type_ids"] = np.zeros_like(part.input_ids) \
                 if part.token_type_ids is None else part.token_type_ids
@@ -663,6 +687,11 @@ def check_ops(manifest: Manifest, used: Set[str], drafts: bool) -> None:
         where = f"in a graph and not in the ops of {MANIFEST_NAME}" if name in used else \
             f"in the ops of {MANIFEST_NAME} and in no graph"
         raise LlmcError(f"the op {name} is {where}; compile the model again")
+
+
+def _taken(positions: np.ndarray, inside: slice) -> np.ndarray | None:
+    """Some of a step's `rotary_positions`; None if it has none."""
+    return positions[inside] if len(positions) else None
 
 
 @contextmanager

@@ -455,7 +455,7 @@ def check_memory_options(block_size: int, kv_cache_tokens: int | None,
     if block_size < 1 or block_size & (block_size - 1):
         raise LlmcError(f"block_size {block_size} is not a power of two; {BLOCK_SIZE} is common")
     if kv_cache_tokens is not None and kv_cache_tokens < 1:
-        raise LlmcError(f"kv_cache_tokens {kv_cache_tokens} is below 1")
+        raise LlmcError(f"kv_cache_tokens {kv_cache_tokens} is below 1; give 1 or more")
     if not 0 < gpu_memory_utilization <= 1:
         raise LlmcError(f"gpu_memory_utilization {gpu_memory_utilization} is not above 0 and at "
                         f"most 1")

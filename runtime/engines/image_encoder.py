@@ -49,17 +49,20 @@ class ImageEncoder:
         self._rows: dict[int, np.ndarray] = {}  # by place: [num_outputs, num_rows, width]
 
     def fill(self, step: Step) -> Step:
-        """Encode a step's images, and put the rows that it needs into its `embeds`."""
+        """Encode a step's images, and put the rows that it needs into it."""
         for place in step.free_images:
             del self._rows[place]
         for place, arrays in step.encode_images.items():
             self._rows[place] = self.encode(arrays)
         if not len(step.image_rows):
             return step
-        given = [step.embeds] if len(step.embeds) else []
-        rows = [self._rows[place][0, first:first + count]
-                for place, first, count in step.image_rows.tolist()]
-        return replace(step, embeds=np.concatenate([*given, *rows]))
+        rows = np.concatenate([self._rows[place][:, first:first + count]
+                               for place, first, count in step.image_rows.tolist()], axis=1)
+        if len(step.embeds):
+            given = np.zeros((len(rows), *step.embeds.shape), np.float32)
+            given[0] = step.embeds
+            rows = np.concatenate([given, rows], axis=1)
+        return replace(step, embeds=rows[0], deep_embeds=rows[1:])
 
     def encode(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         """Run the encoder on one image: [num_outputs, num_rows, width]."""

@@ -30,7 +30,17 @@ def refused(model, tmp_path, match, **options):
 
 
 def test_a_missing_directory(tmp_path):
-    refused(tmp_path / "nowhere", tmp_path, "neither a directory")
+    refused(tmp_path / "nowhere", tmp_path, "does not exist; give a directory")
+
+
+def test_a_file_that_is_no_model(tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    refused(tmp_path / "model.safetensors", tmp_path, "give the directory that has the model's")
+
+
+def test_a_model_type_without_a_causal_lm(hf, tmp_path):
+    (hf / "config.json").write_text('{"model_type": "clip"}')
+    refused(hf, tmp_path, "cannot build 'clip' as a causal LM: it has no such class")
 
 
 def test_an_empty_directory(tmp_path):
@@ -202,3 +212,5 @@ def test_an_onnx_file_needs_hf_dir_and_must_be_onnx(hf, tmp_path):
     (tmp_path / "x.onnx").write_bytes(b"not onnx")
     refused(tmp_path / "x.onnx", tmp_path, "--hf_dir")
     refused(tmp_path / "x.onnx", tmp_path, "is not an ONNX file", hf_dir=hf)
+    (tmp_path / "x.onnx").write_bytes(b"xx" * 100)  # is a protobuf, with unknown fields only
+    refused(tmp_path / "x.onnx", tmp_path, "it names no opset", hf_dir=hf)

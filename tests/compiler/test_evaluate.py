@@ -209,7 +209,7 @@ def test_an_invalid_text_file_is_refused(case_tp1, tmp_path, content, message):
     (["--task", "summarize", "--stride", "9"], "--stride does not apply to --task summarize"),
     (["--task", "summarize", "--max_tokens", "0"], "max_tokens 0"),
     (["--task", "perplexity", "--tolerance", "1"], "is given without hf_dir"),
-    (["--task", "perplexity", "--hf_dir", "/nonexistent"], "'/nonexistent' is neither"),
+    (["--task", "perplexity", "--hf_dir", "/nonexistent"], "'/nonexistent' does not exist"),
     (["--task", "summarize"], "exceed max_seq_len 64; shorten it"),
     (["--task", "translate"], "'translate' is not one of"),
 ])

@@ -232,7 +232,7 @@ def test_incomplete_draft_models_are_refused(draft_base, eagle3_head, tmp_path):
     (dict(draft="medusa:x"), "draft is 'medusa:x', expected mtp, eagle3:DIR, dfl"),
     (dict(draft="eagle3"), "draft is 'eagle3', expected"),
     (dict(draft="eagle3:x", target="tensorrt", dtype="float16"), "run on targets cpu and cuda; "),
-    (dict(draft="eagle3:nowhere"), "'nowhere' is neither a directory")])
+    (dict(draft="eagle3:nowhere"), "'nowhere' does not exist")])
 def test_invalid_draft_options(draft_base, tmp_path, options, problem):
     with pytest.raises(llmc.LlmcError, match=problem):
         llmc.compile(draft_base[0], tmp_path / "case", **options)

@@ -1,5 +1,7 @@
 """Prompts with images: compiled encoders and language models generate as transformers does."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -11,22 +13,28 @@ GREEDY = llmc.SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, logp
 COMMON = ("llava",)  # the others are thorough
 
 
-def expected(model, prompt, count=10):
-    """Greedy tokens and their log-probabilities by transformers."""
+def expected(model, prompt, token, count=10):
+    """Greedy tokens and their log-probabilities by transformers; `token` is that of rows."""
     arrays = [own.item.arrays for own in prompt.ranges]
     given = {name: torch.from_numpy(np.concatenate([own[name] for own in arrays]))
              for name in (arrays[0] if arrays else ())}
     ids = torch.tensor([prompt.token_ids])
+    kinds = {name: (ids == token).int() for name in ("mm_token_type_ids", "token_type_ids")
+             if given and name in inspect.signature(model.forward).parameters}
     with torch.no_grad():
-        made = model.generate(ids, **given, max_new_tokens=count, do_sample=False,
+        made = model.generate(ids, **given, **kinds, max_new_tokens=count, do_sample=False,
                               eos_token_id=None, pad_token_id=0, output_logits=True,
                               return_dict_in_generate=True)
     return made.sequences[0, ids.shape[1]:].tolist(), \
         [float(logits[0].double().log_softmax(-1).max()) for logits in made.logits]
 
 
-def assert_generates(model, prompt, completion, tolerance=1e-4):
-    tokens, logprobs = expected(model, prompt, len(completion.token_ids))
+def assert_generates(model, llm, prompt, completion, tolerance=1e-4):
+    """As transformers does; `prompt` has `prompt` and `images`."""
+    inputs = llm.processor.description.image
+    token = inputs.placeholder_id if inputs.row_token_id is None else inputs.row_token_id
+    read = llm.media_prompt(prompt["prompt"], images=prompt["images"])
+    tokens, logprobs = expected(model, read, token, len(completion.token_ids))
     assert list(completion.token_ids) == tokens
     assert [own.chosen for own in completion.logprobs] == pytest.approx(logprobs, abs=tolerance)
 
@@ -36,7 +44,7 @@ def prompts_of(llm):
     own = llm.processor.placeholders["image"]
     return [{"prompt": "hello there", "images": []},
             {"prompt": f"see {own} now", "images": images(1)},
-            {"prompt": f"a {own} b {own}{own} c", "images": images(3)}]
+            {"prompt": f"a {own} b {own} d {own} c", "images": images(3)}]
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -48,5 +56,4 @@ def test_families_generate_as_transformers(name, tp_size, tmp_path):
     with llmc.LLM(tmp_path / "case") as llm:
         prompts = prompts_of(llm)
         for prompt, completion in zip(prompts, llm.generate(prompts, GREEDY), strict=True):
-            read = llm.media_prompt(prompt["prompt"], images=prompt["images"])
-            assert_generates(model, read, completion)
+            assert_generates(model, llm, prompt, completion)

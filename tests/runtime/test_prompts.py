@@ -151,12 +151,12 @@ def test_help_describes_every_field():
     (dict(device=[True]), "device is [True]; give a list of numbers such as [0, 1]"),
     (dict(max_batch_size="4"), "max_batch_size is '4'; give a whole number"),
     (dict(max_batch_size=2.0), "max_batch_size is 2.0; give a whole number"),
-    (dict(max_batch_size=0), "max_batch_size 0 is below 1"),
+    (dict(max_batch_size=0), "max_batch_size 0 is below 1; give 1 or more"),
     (dict(max_batch_size=10**7),
      "max_batch_size 10000000 is above 65536; give at most that, further sequences wait"),
     (dict(check_step=None), "check_step is None; give a whole number"),
-    (dict(check_step=0), "check_step 0 is below 1"),
-    (dict(skip_step=-1), "skip_step -1 is below 0"),
+    (dict(check_step=0), "check_step 0 is below 1; give 1 or more"),
+    (dict(skip_step=-1), "skip_step -1 is below 0; give 0 or more"),
 ])
 def test_an_invalid_model_argument_is_refused(case_tp1, arguments, message):
     with pytest.raises(LlmcError) as error:

@@ -134,6 +134,7 @@ def test_without_allowed_origins_there_is_no_cors(server):
     (("--allowed_methods", "[1]"), "--allowed_methods is '[1]', expected a list"),
     (("--allowed_hosts", "[a"), "--allowed_hosts is '[a', expected a list"),
     (("--header_timeout", "0"), "header_timeout is 0.0, expected more"),
+    (("--port", "65536"), "--port 65536 is not from 0 to 65535"),
     (("--ssl_keyfile", "none.pem"), "without --ssl_certfile"),
     (("--ssl_certfile", "none.pem"), "'none.pem' cannot be used (No such file or directory)"),
     (("--ssl_certfile", __file__), "give a PEM certificate and its unencrypted key"),

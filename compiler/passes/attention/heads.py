@@ -13,6 +13,7 @@ from functools import lru_cache
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from llmc.compiler.graph.names import POSITION_IDS
 from llmc.compiler.graph.probe import (
     LAYOUT,
     ROTARY,
@@ -34,7 +35,7 @@ from llmc.compiler.graph.rewrite import (
     producer,
     values_of,
 )
-from llmc.compiler.passes.attention.rotary import Rotary, find_layout, read_table
+from llmc.compiler.passes.attention.rotary import Rotary, find_axes, find_layout, read_table
 
 _NEAR = (64, 2048)  # lengths at which explicit positions are compared with computed ones
 
@@ -266,8 +267,17 @@ class _Linear:
         return False
 
     def __call__(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Run on x `[batch, seq, width]`, positions `[seq]`: `[batch, heads, seq, head_dim]`."""
+        """Run on x `[batch, seq, width]`, positions `[seq]`, or by axis `[seq, axes]`.
+
+        Returns:
+            `[batch, heads, seq, head_dim]`.
+        """
         return self._run(x, positions, self.far)
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether it takes a position of each token by several axes."""
+        return any(tensor.name in POSITION_IDS[1:] for tensor in self.piece.inputs)
 
 
 @lru_cache(maxsize=256)
@@ -314,11 +324,22 @@ def _identify(linear: _Linear, max_seq_len: int) -> Heads | NoMatch:
         if isinstance(found, NoMatch):
             return found
         rotary, scale = found
+        if rotary is not None and linear.has_axes:
+            axes = find_axes(rotated, rotary, len(POSITION_IDS))
+            if isinstance(axes, NoMatch):
+                return axes
+            rotary = replace(rotary, axes=axes)
     changed = tuple(order.tolist()) if (order != np.arange(head_dim)).any() else ()
     heads = Heads(columns, 1.0 if abs(gain - 1.0) < 1e-6 else gain, rotary, changed, scale)
     x = rng.standard_normal((2, len(sample), linear.width)).astype(np.float32)
     if not close(linear(x, sample)[..., order], heads.apply(x, sample), 1e-4):
         return NoMatch("the rotary embedding differs between heads")
+    if rotary is not None and rotary.axes is not None:
+        by_axis = np.stack([rng.permutation(sample) for _ in POSITION_IDS], axis=1)
+        if scale is not None or not close(linear(x, by_axis)[..., order],
+                                          heads.apply(x, by_axis), 1e-4):
+            return NoMatch("the rotary embedding of positions by axis differs between heads, or "
+                           "also scales them by position")
     return heads
 
 

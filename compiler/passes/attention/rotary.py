@@ -26,21 +26,30 @@ class Rotary:
         dim: rotated elements.
         interleaved: pairs are elements 2i and 2i + 1 instead of i and i + dim / 2.
         cos, sin: float32 `[max_seq_len, dim / 2]`.
+        axes: the axis of each pair's position, of tokens with several; None: they have one.
     """
 
     dim: int
     interleaved: bool
     cos: np.ndarray
     sin: np.ndarray
+    axes: tuple[int, ...] | None = None
 
     def equals(self, other: Rotary) -> bool:
-        return (self.dim, self.interleaved) == (other.dim, other.interleaved) \
+        return (self.dim, self.interleaved, self.axes) == \
+            (other.dim, other.interleaved, other.axes) \
             and close(self.cos, other.cos, 1e-6) and close(self.sin, other.sin, 1e-6)
 
     def rotate(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Rotate x `[batch, heads, seq, head_dim]` at positions `[seq]`."""
+        """Rotate x `[batch, heads, seq, head_dim]` at positions `[seq]`, or by axis `[seq, axes]`.
+        """
         first, second = _pairs(self.dim, self.interleaved)
-        cos, sin = self.cos[positions], self.sin[positions]
+        if positions.ndim > 1:
+            assert self.axes is not None
+            positions = positions[:, self.axes]
+            cos, sin = (table[positions, np.arange(len(first))] for table in (self.cos, self.sin))
+        else:
+            cos, sin = self.cos[positions], self.sin[positions]
         result = x.copy()
         result[..., first] = x[..., first] * cos - x[..., second] * sin
         result[..., second] = x[..., second] * cos + x[..., first] * sin
@@ -57,7 +66,9 @@ class Rotary:
         elements = pairs.T if self.interleaved else pairs
         return elements.reshape(-1), Rotary(
             elements.size, self.interleaved, np.ascontiguousarray(self.cos[:, turns]),
-            np.ascontiguousarray(self.sin[:, turns])) if turns.any() else None
+            np.ascontiguousarray(self.sin[:, turns]),
+            None if self.axes is None else tuple(np.array(self.axes)[turns].tolist())) \
+            if turns.any() else None
 
 
 def _pairs(dim: int, interleaved: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -132,3 +143,31 @@ def read_table(rotated: Callable[[np.ndarray, np.ndarray], np.ndarray], takes_po
     return (Rotary(dim, interleaved, np.ascontiguousarray(table[:, first]),
                    np.ascontiguousarray(table[:, second])) if dim else None,
             scale.astype(np.float32) if is_scaled else None)
+
+
+def find_axes(rotated: Callable[[np.ndarray, np.ndarray], np.ndarray], rotary: Rotary,
+              num_axes: int) -> tuple[int, ...] | NoMatch:
+    """Determine the axis of each pair's position, for tokens with several positions.
+
+    Args:
+        rotated: (elements of a head that are 1, positions [seq, num_axes]) to the head,
+            [seq, head_dim].
+        rotary: its rotation at positions that are equal on all axes.
+        num_axes: positions of a token.
+    """
+    first, second = _pairs(rotary.dim, rotary.interleaved)
+    last = len(rotary.cos) - 1
+    far = np.unique([1, max(last // 3, 1), last])
+    axes = np.full(len(first), -1)
+    for axis in reversed(range(num_axes)):  # pairs that never turn get the first
+        positions = np.zeros((len(far), num_axes), np.int64)
+        positions[:, axis] = far
+        table = rotated(first, positions)
+        follows = np.abs(table[:, first] - rotary.cos[far]).max(0) <= 1e-5
+        follows &= np.abs(table[:, second] - rotary.sin[far]).max(0) <= 1e-5
+        axes[follows] = axis
+    if axes.min() < 0:
+        pair = int(axes.argmin())
+        return NoMatch(f"pair {pair} of the rotary embedding follows the position on none of "
+                       f"{num_axes} axes")
+    return tuple(axes.tolist())

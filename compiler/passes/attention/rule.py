@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.manifest import HIDDEN, INPUT_FEATURES
+from llmc.artifacts.manifest import HIDDEN, INPUT_FEATURES, ROTARY_POSITIONS
 from llmc.compiler.graph.probe import (
     ELEMENTWISE,
     LAYOUT,
@@ -42,6 +42,7 @@ from llmc.compiler.passes.attention.heads import Branch, Heads, trace
 from llmc.compiler.passes.attention.latent import Latent, find_latent, rewrite_latent
 from llmc.compiler.passes.attention.projections import gathered, merged_projection, projection
 from llmc.compiler.passes.attention.rotary import Rotary
+from llmc.plugins.attention.op import AXES
 from llmc.plugins.attention.op import OP as CAUSAL_ATTENTION
 from llmc.plugins.bidirectional_attention.op import OP as BIDIRECTIONAL_ATTENTION
 from llmc.plugins.block_attention.op import OP as BLOCK_ATTENTION
@@ -96,6 +97,9 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
             return match
         if _cache_of(node) in written and {"sinks", "bias"} & operands(node).keys():
             return NoMatch("a bias or sinks in attention to another layer's KV cache", node)
+        if _cache_of(node) in written and _has_axes(match):
+            return NoMatch("a rotary embedding by several positions of each token in attention to "
+                           "another layer's KV cache", node)
         if match.bias is not None:
             table = values_of(match.bias.table).load().tobytes()
             match = dataclasses.replace(match, bias=tables.setdefault(table, match.bias))
@@ -126,6 +130,12 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
     apply_rules(graph, [Rule("attention", frozenset({SDPA.name}), check, rewrite)], settings,
                 report)
+
+
+def _has_axes(match: _Attention) -> bool:
+    """Whether its rotary embedding uses several positions of each token."""
+    rotary = match.query.heads.rotary
+    return rotary is not None and rotary.axes is not None
 
 
 def _bounded_rows(graph: gs.Graph, data: set[int]) -> set[int]:
@@ -168,6 +178,10 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
             and query.norm.after_rotary != key.norm.after_rotary:
         return NoMatch("only one of queries and keys is normalized after the rotary embedding",
                        node)
+    by_axis = rotaries[0] is not None and rotaries[0].axes is not None
+    if by_axis and (cross or not node.attrs["causal"]):
+        return NoMatch("a rotary embedding by several positions of each token in attention that "
+                       "is not causal", node)
     if query.heads.order != key.heads.order:
         return NoMatch("different elements of queries and keys are rotated", node)
     num_heads, head_dim = len(query.heads.columns), key.heads.columns.shape[1]
@@ -203,7 +217,7 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
     if cross:
         return _CrossAttention(node, query, key, value, num_kv_heads, value_dim, output, bias)
     # Other readers of the same keys would miss them in a latent cache.
-    plain = node.attrs["causal"] and query.heads.scale is None \
+    plain = node.attrs["causal"] and query.heads.scale is None and not by_axis \
         and not any(node.attrs[field] for field in ("window", "chunk", "softcap")) \
         and not given.keys() - {"query", "key", "value", "sinks"} \
         and len(consumers(graph, node.inputs[1])) == 1
@@ -393,6 +407,8 @@ def _common(graph: gs.Graph, match: _Attention,
         "cu_seqlens": graph_input(graph, "cu_seqlens", ("batch_plus_1",)),
         "past_lens": graph_input(graph, "past_lens", ("batch",))}
     _add_rotary(heads.rotary, shared, attrs, inputs)
+    if heads.rotary is not None and heads.rotary.axes is not None:
+        _add_axes(graph, match.output.shape, heads.rotary.axes, shared, inputs)
     if heads.scale is not None:
         key = heads.scale.tobytes()
         if key not in shared:
@@ -414,6 +430,23 @@ def _add_rotary(rotary: Rotary | None, shared: dict[bytes, tuple[gs.Constant, ..
         shared[key] = (gs.Constant(f"rotary.cos{suffix}", Weight.of(rotary.cos)),
                        gs.Constant(f"rotary.sin{suffix}", Weight.of(rotary.sin)))
     inputs["cos"], inputs["sin"] = shared[key]
+
+
+def _add_axes(graph: gs.Graph, shape: Sequence[str | int] | None, axes: tuple[int, ...],
+              shared: dict[bytes, tuple[gs.Constant, ...]],
+              inputs: dict[str, gs.Tensor | None]) -> None:
+    """Add the positions by axis, and the axis of each pair, which layers share.
+
+    `shape` is that of attention's output.
+    """
+    inputs["rotary_positions"] = graph_input(
+        graph, ROTARY_POSITIONS, (*(("batch", "seq") if shape is None else shape[:-1]), AXES))
+    values = np.array(axes, np.int32)
+    key = b"axes" + values.tobytes()
+    if key not in shared:
+        suffix = f".{len(shared)}" if any(key.startswith(b"axes") for key in shared) else ""
+        shared[key] = gs.Constant(f"rotary.axes{suffix}", values),
+    inputs["rotary_axes"], = shared[key]
 
 
 def _add_norms(match: _Attention, names: Sequence[str], attrs: dict[str, Any],

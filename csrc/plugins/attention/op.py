@@ -22,6 +22,12 @@ the same op with other lengths.
                             the softmax and have no value
     query_scale             [max_positions]; optional. The query at position i is multiplied by
                             element i after norm and rotary embedding
+    rotary_positions        int32 [num_tokens, 3], optional: positions of each token for the rotary
+                            embedding, below max_positions, such as frame, row and column of an
+                            image token. Absent: positions in the cache. Masks, caches and
+                            query_scale use positions in the cache in any case
+    rotary_axes             int32 [rotary_dim / 2], with rotary_positions: the column of it that
+                            each pair of elements is rotated by
     out                     [num_tokens, num_heads * head_dim]; with an `out_scale`, which excludes
                             biases, divided by it and quantized to float8_e4m3fn
 
@@ -44,6 +50,8 @@ from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.quantization import rounds_output
 from llmc.plugins.roles import Attention, ByHeads, Columns
 
+AXES = 3  # positions of a token in rotary_positions
+
 
 def check_heads(fields: Fields) -> None:
     """Raise ValueError unless num_heads is a multiple of num_kv_heads."""
@@ -59,8 +67,16 @@ def check_rotary(rotary: int, present: frozenset[str]) -> None:
         raise ValueError(f"rotary_dim {rotary} needs both cos and sin if above 0, neither if 0")
 
 
+def _check_axes(present: frozenset[str]) -> None:
+    """Raise ValueError unless positions by axis have their axes, and tables."""
+    axes = {"rotary_positions", "rotary_axes"} & present
+    if axes and not {"rotary_positions", "rotary_axes", "cos"} <= present:
+        raise ValueError("rotary_positions and rotary_axes need each other, cos and sin")
+
+
 def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     check_heads(fields)
+    _check_axes(present)
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     rotary, paged = fields["rotary_dim"], "block_table" in present
     if {"cos", "sin"} <= present:
@@ -78,7 +94,8 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
             "q_norm": (dim,), "k_norm": (dim,), "v_norm": (dim,),
             "block_table": ("batch", "blocks_of_a_sequence"),
             "distance_bias": (heads, "distances"), "sinks": (heads,),
-            "key_bias": (heads, positions), "query_scale": (positions,)}
+            "key_bias": (heads, positions), "query_scale": (positions,),
+            "rotary_positions": ("num_tokens", AXES), "rotary_axes": (rotary // 2,)}
 
 
 def _scale(fields: Fields) -> float:
@@ -137,7 +154,8 @@ def _heads(fields: Fields, present: frozenset[str], rotate: bool) -> \
     lines = [_ints("heads_shape", 0, heads + 2 * kv_heads, 1, fields["head_dim"]),
              "heads = Reshape(qkv, heads_shape)",
              _ints("kinds", heads, kv_heads, kv_heads),
-             "q, k, v = Split<axis=1>(heads, kinds)"]
+             "q, k, v = Split<axis=1>(heads, kinds)",
+             *(_ROWS_BY_AXIS if rotate and "rotary_positions" in present else ())]
     made = [_prepared("q", heads, fields, present, rotate),
             _prepared("k", kv_heads, fields, present, rotate),
             _prepared("v", kv_heads, fields, present, False)]
@@ -145,10 +163,21 @@ def _heads(fields: Fields, present: frozenset[str], rotate: bool) -> \
     return lines, made[0][1], made[1][1], made[2][1]
 
 
+# Rows [T, 1, rotary_dim / 2] of the tables by `rotary_positions`. They do not depend on the layer.
+_ROWS_BY_AXIS = (
+    _ints("axis_of_row", 1),
+    "by_axis = Gather<axis=1>(rotary_positions, rotary_axes)",
+    "by_axis_index = Cast<to=7>(by_axis)",
+    *(line for name in ("cos", "sin") for line in (
+        f"{name}_by_axis = GatherElements<axis=0>({name}, by_axis_index)",
+        f"{name}_rows = Unsqueeze({name}_by_axis, axis_of_row)")))
+
+
 def _prepared(name: str, count: int, fields: Fields, present: frozenset[str], rotate: bool) -> \
         tuple[list[str], str]:
     """Return lines that normalize, rotate and scale `name`, [T, count, 1, D], and the result."""
     lines, made = [], name
+    tables = "cos_rows, sin_rows" if "rotary_positions" in present else "cos, sin, position_column"
     for step in ("rotated", "normed") if fields["norm_after_rotary"] else ("normed", "rotated"):
         if step == "normed" and f"{name}_norm" in present:
             lines.append(f"{made}_normed = RMSNormalization<axis=-1, "
@@ -157,7 +186,7 @@ def _prepared(name: str, count: int, fields: Fields, present: frozenset[str], ro
         if step == "rotated" and rotate:
             lines.append(f"{made}_rotated = RotaryEmbedding<interleaved={fields['interleaved']}, "
                          f"num_heads={count}, rotary_embedding_dim={fields['rotary_dim']}>"
-                         f"({made}, cos, sin, position_column)")
+                         f"({made}, {tables})")
             made = f"{made}_rotated"
     if name == "q" and "query_scale" in present:
         lines += ["factor_of_token = Gather(query_scale, position)", _ints("behind_token", 1, 2, 3),
@@ -443,15 +472,15 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
 
     Every sequence is treated as having S new tokens. Padding tokens are written to the cache after
     the sequence's end, and overwritten later. The kernel takes heads of a multiple of 8, rotates
-    only multiples of 16, and has no per-head norms; the rest is computed before it. Chunks are a
-    bias. `_group_query_lengths` has the supported lengths.
+    only multiples of 16 by positions in the cache, and has no per-head norms; the rest is computed
+    before it. Chunks are a bias. `_group_query_lengths` has the supported lengths.
     """
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     if dim % 8 or fields["kv_dtype"] or present & {"block_table", "distance_bias", "key_bias"}:
         return None
     normed = bool(present & {"q_norm", "k_norm", "v_norm"})
     kernel_rotates = "cos" in present and dim % 16 == 0 and fields["rotary_dim"] % 16 == 0 \
-        and not (normed and fields["norm_after_rotary"])
+        and not (normed and fields["norm_after_rotary"]) and "rotary_positions" not in present
     rotate = "cos" in present and not kernel_rotates
     scaled = "query_scale" in present
     lines, qkv = [_TOKENS, _PAST], "qkv"
@@ -524,12 +553,15 @@ def _cached(x: np.ndarray, kv_dtype: str) -> np.ndarray:
     return np.asarray(np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(x.dtype))
 
 
-def rotated(x: np.ndarray, position: int, fields: Fields,
+def rotated(x: np.ndarray, position: int | np.ndarray, fields: Fields,
             inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-    """x [..., head_dim] rotated by cos and sin of a position, if there are any."""
+    """x [..., head_dim] rotated by cos and sin of a position, if there are any.
+
+    The position may be one for each pair of elements, [rotary_dim / 2].
+    """
     if "cos" not in inputs:
         return x
-    cos, sin = inputs["cos"][position], inputs["sin"][position]
+    cos, sin = (inputs[name][position, np.arange(inputs[name].shape[1])] for name in ("cos", "sin"))
     first = np.arange(len(cos)) * (2 if fields["interleaved"] else 1)
     second = first + (1 if fields["interleaved"] else len(cos))
     result = x.copy()
@@ -546,10 +578,12 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
     block_size = keys.shape[2]
     table = inputs.get("block_table", np.arange(len(keys))[:, None])
 
-    def prepare(x: np.ndarray, norm: str, position: int) -> np.ndarray:
+    def prepare(x: np.ndarray, norm: str, token: int, position: int) -> np.ndarray:
+        place = inputs["rotary_positions"][token, inputs["rotary_axes"]] \
+            if "rotary_positions" in inputs else position
         if fields["norm_after_rotary"]:
-            return normed(rotated(x, position, fields, inputs), norm)
-        return rotated(normed(x, norm), position, fields, inputs)
+            return normed(rotated(x, place, fields, inputs), norm)
+        return rotated(normed(x, norm), place, fields, inputs)
 
     def normed(x: np.ndarray, norm: str) -> np.ndarray:
         if norm in inputs:
@@ -563,7 +597,7 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
             block, place = table[b, position // block_size], position % block_size
             for h in range(kv_heads):
                 keys[block, h, place] = _cached(
-                    prepare(row[heads + h], "k_norm", position), fields["kv_dtype"])
+                    prepare(row[heads + h], "k_norm", token, position), fields["kv_dtype"])
                 values[block, h, place] = _cached(normed(row[heads + kv_heads + h], "v_norm"),
                                                   fields["kv_dtype"])
             first = max(0, position + 1 - fields["window"]) if fields["window"] else 0
@@ -573,7 +607,7 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
             blocks, places = table[b, seen // block_size], seen % block_size
             for h in range(heads):
                 kv = h // (heads // kv_heads)
-                scores = keys[blocks, kv, places] @ prepare(row[h], "q_norm", position)
+                scores = keys[blocks, kv, places] @ prepare(row[h], "q_norm", token, position)
                 scores = scores * _scale(fields)
                 if "query_scale" in inputs:
                     scores = scores * inputs["query_scale"][position]
@@ -646,13 +680,18 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         prompts | {"dim": 16, "norms": "qk", "scaled": True},
         decode | {"dim": 32, "rotary_dim": 16, "scaled": True, "softcap": 2.0},
         mixed | {"dim": 24, "rotary_dim": 8, "scaled": True, "block_size": 8},
+        prompts | {"dim": 16, "rotary_dim": 16, "by_axis": True},
+        decode | {"dim": 32, "rotary_dim": 12, "norms": "qk", "by_axis": True, "scaled": True},
+        chunk | {"dim": 16, "rotary_dim": 16, "by_axis": True, "norms": "qk",
+                 "norm_after_rotary": 1},
+        mixed | {"dim": 24, "rotary_dim": 8, "by_axis": True, "interleaved": 1, "block_size": 8},
     )]
 
 
 def _sample(rng: np.random.Generator, new: Sequence[int], past: Sequence[int], dim: int,
             heads: int = 4, kv_heads: int = 2, norms: str = "", max_seq_len: int = 16,
             block_size: int = 0, biased: int = 0, sinks: bool = False, by_key: bool = False,
-            scaled: bool = False, **fields: Any) -> Sample:
+            scaled: bool = False, by_axis: bool = False, **fields: Any) -> Sample:
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(np.float32)
 
@@ -682,6 +721,11 @@ def _sample(rng: np.random.Generator, new: Sequence[int], past: Sequence[int], d
         inputs["key_bias"] = normal(heads, max_seq_len)
     if scaled:
         inputs["query_scale"] = normal(max_seq_len)
+    if by_axis:
+        inputs |= {"rotary_positions": rng.integers(0, max_seq_len, (sum(new), AXES))
+                   .astype(np.int32),
+                   "rotary_axes": rng.integers(0, AXES, fields["rotary_dim"] // 2)
+                   .astype(np.int32)}
     return Sample({"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, **fields}, inputs)
 
 
@@ -691,10 +735,10 @@ def rounds(fields: Fields, present: frozenset[str]) -> bool:
 
 OP = rounds_output(Op(
     name="CausalAttention",
-    version=5,
+    version=6,
     inputs=("qkv", "key_cache", "value_cache", "cu_seqlens", "past_lens", "cos?", "sin?",
             "q_norm?", "k_norm?", "block_table?", "distance_bias?", "sinks?", "v_norm?",
-            "key_bias?", "query_scale?"),
+            "key_bias?", "query_scale?", "rotary_positions?", "rotary_axes?"),
     outputs=("out", "key_cache_out", "value_cache_out"),
     fields={"num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "scale": 0.0, "softcap": 0.0,
             "window": 0, "rotary_dim": 0, "interleaved": 0, "norm_epsilon": 1e-6,
@@ -714,7 +758,9 @@ OP = rounds_output(Op(
     held_scores={"cpu": _cpu_held_scores},
     float32_inputs=frozenset({"cos", "sin", "q_norm", "k_norm", "v_norm", "distance_bias", "sinks",
                               "key_bias", "query_scale"}),
-    integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table"}),
+    integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table", "rotary_positions",
+                              "rotary_axes"}),
+    coreless=frozenset({"rotary_positions", "rotary_axes"}),
     cache_inputs=frozenset({"key_cache", "value_cache"}),
     core_most={"head_dim": 512},
     core_multiple={"head_dim": 8},
