@@ -25,6 +25,7 @@ from llmc.artifacts.manifest import (
     ENCODER_INPUTS,
     ENGINE_INPUTS,
     HIDDEN,
+    INPUT_FEATURES,
     LORA_IDS,
     MANIFEST_NAME,
     POOLED,
@@ -141,9 +142,10 @@ class ProgramTensor(_Frozen):
         return sizes == shapes.get(len(sizes)) and (self.dtype == "int32") == (len(sizes) == 1)
 
     def _is_input(self) -> bool:
-        if self.name == EMBEDS:
+        rows = {EMBEDS: "num_embeds", INPUT_FEATURES: "num_tokens"}
+        if self.name in rows:
             return self.dtype in _FLOATS and len(self.shape) == 2 and \
-                self.shape[0] == "num_embeds" and isinstance(self.shape[1], int)
+                self.shape[0] == rows[self.name] and isinstance(self.shape[1], int)
         known = {**ENGINE_INPUTS, MEMORY_ROWS: ("int64", ("num_tokens",))}
         if self.name not in known:
             return False
@@ -407,11 +409,11 @@ class Program(_Frozen):
             plugins.Shape:
         """Return the shape of the output of Columns."""
         x, index = tensors if len(tensors) == 2 else (None, None)
-        if node.fields or x is None or index is None or x.kind != "value" \
+        if node.fields or x is None or index is None or not _has_rows(x) \
                 or node.inputs[0] in self.exact or len(index.shape) != 1 \
                 or (index.kind, index.dtype) != ("weight", "int32"):
-            raise ValueError("expected a value, an int32 weight of column indices, and no "
-                             "attributes")
+            raise ValueError("expected a value or rows of features, an int32 weight of column "
+                             "indices, and no attributes")
         return x.shape[0], index.width
 
     def _concat_shape(self, node: ProgramNode, tensors: Sequence[ProgramTensor | None]) -> \
@@ -460,7 +462,7 @@ class Program(_Frozen):
                 fits = (tensor.kind, tensor.dtype) == ("value", "float8_e4m3fn")
             else:
                 fits = tensor.dtype == dtype and (
-                    tensor.kind in ("value", "weight", "memory", "columns")
+                    tensor.kind in ("weight", "memory", "columns") or _has_rows(tensor)
                     or (tensor.kind, tensor.name) == ("input", name))
             if tensor.kind == "columns":
                 fits = fits and name in {role.input for role in op.columns}
@@ -517,6 +519,11 @@ class Program(_Frozen):
             if node.op in ("Gather", "InputEmbeds"):
                 last[node.inputs[0]] = max(last[node.inputs[0]], last[node.outputs[0]])
         return last
+
+
+def _has_rows(tensor: ProgramTensor) -> bool:
+    """Whether a tensor is a value, or the rows that an encoder reads in place of tokens."""
+    return tensor.kind == "value" or (tensor.kind, tensor.name) == ("input", INPUT_FEATURES)
 
 
 def _width(tensor: ProgramTensor | None) -> int:

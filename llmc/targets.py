@@ -174,6 +174,7 @@ CUDA = register(TargetSpec(
     engine="llmc.runtime.engines.cuda:CudaEngine",
     engine_file="schedule.json", encoder_file="encoder.json", draft_file="draft.json",
     gpu=True, kernels=True, runs_program=True, samples_on_device=True, paged=True,
+    reads_features=True,
     recurrent_state=True, latent_caches=True, shared_caches=True, drafts=True, adapters="slots",
     pools=True, embeds=True,
     dtypes=_FLOATS, kv_dtypes=("float8_e4m3fn",), weight_dtypes=_WEIGHT_DTYPES,

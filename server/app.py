@@ -389,6 +389,9 @@ class Api:
                     # The client may disconnect while images are fetched.
                     job = replace(await _unless_disconnected(request, read(model, body)),
                                   adapter=model.adapter_of(body.model))
+                    if model.media is not None:
+                        stack.enter_context(model.media.holding(
+                            [own for own in job.with_rows if isinstance(own, MediaPrompt)]))
                     _check_length(model, job, param)
                     answer = answered(model, body, job)
                     stack.callback(lambda: note(

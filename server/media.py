@@ -12,8 +12,9 @@ import asyncio
 import ipaddress
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +24,7 @@ from llmc.errors import LlmcError
 from llmc.runtime.multimodal.items import PLURALS, MediaItem, Modality
 from llmc.runtime.multimodal.media import Fetch, MediaAccess, Network, is_data
 from llmc.runtime.multimodal.messages import MediaSource
+from llmc.runtime.prompts import MediaPrompt
 from llmc.server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -41,31 +43,35 @@ class MediaLimits:
     Args:
         access: what URLs may reach; `max_bytes` also limits all items of a request together.
         per_prompt: maximum number of items of a prompt.
+        memory_bytes: limit of the preprocessed items of all admitted requests.
     """
 
     access: MediaAccess = field(default_factory=MediaAccess)
     per_prompt: Mapping[Modality, int] = field(default_factory=lambda: dict(DEFAULT_LIMITS))
+    memory_bytes: int = 4 << 30
 
 
 def media_limits(domains: Sequence[str], networks: Sequence[str], local_path: Path | None,
-                 max_bytes: int, timeout: float, per_prompt: str) -> MediaLimits:
+                 max_bytes: int, timeout: float, per_prompt: str, memory_gb: float) -> MediaLimits:
     """Read the options of `llmc serve`.
 
     Args:
         domains, networks, local_path, max_bytes, timeout: see `MediaAccess`.
         per_prompt: limits of items, as `image=4,audio=1` or JSON.
+        memory_gb: limit of preprocessed items in GB.
 
     Raises:
         LlmcError: a network or a limit is invalid, or the path is no directory.
     """
-    for name, value in (("max_media_bytes", max_bytes), ("media_timeout", timeout)):
+    for name, value in (("max_media_bytes", max_bytes), ("media_timeout", timeout),
+                        ("media_memory_gb", memory_gb)):
         if not value > 0:
             raise LlmcError(f"{name} is {value}, expected more than 0; give a larger number")
     if local_path is not None and not local_path.is_dir():
         raise LlmcError(f"allowed_local_media_path '{local_path}' is no directory; give one")
     return MediaLimits(MediaAccess(
         tuple(domains), tuple(map(_network, networks)), local_path, max_bytes, timeout),
-        {**DEFAULT_LIMITS, **_read_counts(per_prompt)})
+        {**DEFAULT_LIMITS, **_read_counts(per_prompt)}, int(memory_gb * 1e9))
 
 
 def _network(text: str) -> Network:
@@ -97,6 +103,7 @@ class MediaReader:
 
     def __init__(self, processor: Processor, limits: MediaLimits) -> None:
         self._processor, self._limits = processor, limits
+        self._held = 0  # bytes
 
     @property
     def modalities(self) -> list[Modality]:
@@ -131,6 +138,28 @@ class MediaReader:
         finally:
             for read in reads:
                 read.cancel()
+
+    @contextmanager
+    def holding(self, prompts: Sequence[MediaPrompt]) -> Iterator[None]:
+        """Context of a request with these prompts, whose items are in memory until it ends.
+
+        One request is always admitted.
+
+        Raises:
+            ApiError: the memory of all requests' items would exceed the limit.
+        """
+        size = sum(array.nbytes for prompt in prompts for own in prompt.ranges
+                   for array in own.item.arrays.values())
+        if self._held and size and self._held + size > self._limits.memory_bytes:
+            raise ApiError(f"the request's images and audio take {size} bytes once preprocessed, "
+                           f"those of other requests take {self._held} of at most "
+                           f"{self._limits.memory_bytes}; retry after Retry-After", 429,
+                           code="rate_limit_exceeded", headers={"Retry-After": "1"})
+        self._held += size
+        try:
+            yield
+        finally:
+            self._held -= size
 
     async def _fetched(self, index: int, source: MediaSource, turn: asyncio.Semaphore) -> bytes:
         """Return an item's bytes."""

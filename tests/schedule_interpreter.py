@@ -17,12 +17,19 @@ from safetensors.numpy import load_file
 import llmc
 from llmc import plugins
 from llmc.artifacts.adapter import Matrices
-from llmc.artifacts.manifest import read_manifest, verify_files
+from llmc.artifacts.manifest import INPUT_FEATURES, read_manifest, verify_files
 from llmc.artifacts.program import Program, ProgramTensor, read_chip_programs
 from llmc.plugins.activations import REFERENCE as ACTIVATIONS
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.core import llm as llm_module
-from llmc.runtime.core.step import LAST, EncoderOutputs, EngineLimits, Step, StepOutput
+from llmc.runtime.core.step import (
+    LAST,
+    EncoderInput,
+    EncoderOutputs,
+    EngineLimits,
+    Step,
+    StepOutput,
+)
 from llmc.runtime.engines.cuda import extension, lora_limits, step_arrays
 from llmc.runtime.engines.host import HostSampling
 from llmc.runtime.engines.state_slots import StateSlots
@@ -93,7 +100,7 @@ class Interpreter:
 
     def __init__(self, case: Path, rank: int = 0, communicator: Communicator | None = None,
                  limits: EngineLimits = LIMITS) -> None:
-        self.rank, self.communicator = rank, communicator
+        self.rank, self.communicator, self.loops = rank, communicator, False
         self.manifest = read_manifest(case)
         verify_files(self.manifest, case, hashes=False)
         chip = self.manifest.chips[rank]
@@ -120,14 +127,18 @@ class Interpreter:
         self.adapters = {t.name: np.zeros([slots.get(dim, dim) for dim in t.shape],
                                           _DTYPES[t.dtype])
                          for t in self.schedule.tensors if t.kind == "adapters"}
-        self.memory = {t.name: np.zeros((64, t.shape[1]), self.dtype)
+        self.mem_max_seq_len = self.manifest.encoder.max_seq_len if self.manifest.encoder else 0
+        rows = max(64, limits.max_slots * self.mem_max_seq_len)
+        self.memory = {t.name: np.zeros((rows, t.shape[1]), self.dtype)
                        for t in self.schedule.tensors if t.kind == "memory"}
 
-    def encode(self, source: Sequence[int], start: int) -> EncoderOutputs:
+    def encode(self, source: EncoderInput, start: int) -> EncoderOutputs:
         """Run the encoder; its output is stored in rows from `start` on."""
         assert self.encoder is not None
-        self._run(self.encoder, _one(source, 0),
-                  {"memory_rows": np.arange(start, start + len(source))})
+        reads = {INPUT_FEATURES: source.astype(self.dtype)} if isinstance(source, np.ndarray) \
+            else {}
+        self._run(self.encoder, _one([0] * len(source) if reads else list(source), 0),
+                  {"memory_rows": np.arange(start, start + len(source)), **reads})
         return EncoderOutputs.of([start], [len(source)])
 
     def run(self, tokens: Sequence[int], past: int,
@@ -136,7 +147,15 @@ class Interpreter:
         return self.compute(_one(tokens, past, memory=memory))
 
     def compute(self, step: Step) -> np.ndarray:
-        """Return logits [num_logits, vocab_size]; `memory` in the step counts rows of one token."""
+        """Return logits [num_logits, vocab_size].
+
+        `memory` in the step counts rows of one token, unless the step is of a loop, which encodes.
+        """
+        if self.loops and step.memory is not None:
+            for row, source in step.encode.items():
+                self.encode(source, row * self.mem_max_seq_len)
+            step = replace(step, encode={}, memory=replace(
+                step.memory, rows=step.memory.rows * np.int32(self.mem_max_seq_len)))
         assert not step.encode, "the encoder is run by itself"
         for slot, adapter in step.load_adapters.items():
             self._load(slot, adapter.matrices[self.rank])
@@ -532,7 +551,10 @@ def interpreted(case: Path, limits: EngineLimits, **options: Any) -> Iterator[ll
     Args:
         options: keyword arguments of `llmc.LLM`.
     """
-    engine = DraftsAhead(Interpreters(case, limits), limits)
+    ranks = Interpreters(case, limits)
+    for rank in ranks.ranks:
+        rank.loops = True
+    engine = DraftsAhead(ranks, limits)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm_module, "find_devices", lambda *_: [None])
         patch.setattr(llm_module, "load_replica", lambda *_: engine)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 import torch
-from PIL import Image
 
 from llmc.artifacts.manifest import PositionGrid
 from llmc.compiler.frontend.bind import Checkpoint, attach_weights
@@ -19,6 +18,7 @@ from llmc.compiler.frontend.raw import RawImageEncoder
 from llmc.compiler.frontend.trace import to_graph
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
+from llmc.runtime.multimodal.images import import_pillow
 from llmc.runtime.multimodal.processor import Processor, ProcessorDescription
 
 # Widths and heights of the images that show which axes of a processor's arrays are dynamic. The
@@ -55,7 +55,7 @@ def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
 
 def _samples(processor: Processor) -> Sequence[Mapping[str, np.ndarray]]:
     """What the processor gives for images of several sizes."""
-    images = [Image.new("RGB", size) for size in _SIZES]
+    images = [import_pillow().Image.new("RGB", size) for size in _SIZES]
     return [dict(processor.process_images([image])[0].arrays) for image in images]
 
 

@@ -103,10 +103,11 @@ class RawModel:
         graph: inputs `input_ids` and perhaps `position_ids`, int64 [batch, seq], or all of
             `POSITION_IDS`; output `logits` float32 [batch, seq, vocab_size]; parameters are
             constants that hold a `Weight`. Attention is a node `Sdpa` (domain llmc; q, k, v as
-            [batch, heads, seq, head_dim], and optionally a bias of the scores; scale, window, softcap, causal, layer) if the model
-            uses transformers' attention interface. The hidden state after layer i is named
-            `hidden_states.i` if the frontend knows it. For an encoder-decoder model this is the
-            decoder, which also has an input `encoder_output` float32 [batch, mem_seq, hidden_size].
+            [batch, heads, seq, head_dim], and optionally a bias of the scores; scale, window,
+            softcap, causal, layer) if the model uses transformers' attention interface. The hidden
+            state after layer i is named `hidden_states.i` if the frontend knows it. For an
+            encoder-decoder model this is the decoder, which also has an input `encoder_output`
+            float32 [batch, mem_seq, hidden_size].
         config: the Hugging Face config as plain data.
         kind: huggingface, gguf or onnx.
         save_tokenizer: writes tokenizer files into a directory.

@@ -23,6 +23,7 @@ from llmc.artifacts.manifest import (
     EMBEDS,
     HIDDEN,
     HIDDEN_OUT,
+    INPUT_FEATURES,
     POOLED,
     Chip,
     FileEntry,
@@ -250,7 +251,7 @@ def _describe(tensor: gs.Tensor, kept: Literal["cache", "state"] | None, offsets
     if is_input and shape[0] == "num_memory_tokens":
         return _describe_memory(tensor, dtype)
     if is_input:
-        is_rows = tensor.name == EMBEDS
+        is_rows = tensor.name in (EMBEDS, INPUT_FEATURES)
         return ProgramTensor(name=tensor.name, kind="input", shape=shape,
                              dtype=_name(numpy_dtype(dtype) if is_rows else tensor.dtype))
     return ProgramTensor(name=tensor.name, kind="value", dtype=_name(numpy_dtype(dtype)),

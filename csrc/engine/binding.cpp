@@ -99,6 +99,7 @@ void bind_program(nb::module_& m) {
                            const Shape& shape) { return self.add_state(dtype_of(dtype), shape); })
       .def("add_memory", &Program::add_memory)
       .def("add_embeds", &Program::add_embeds)
+      .def("add_features", &Program::add_features)
       .def("add_adapters",
            [](Program& self, const std::string& dtype, const Shape& shape) {
              return self.add_adapters(dtype_of(dtype), shape);
@@ -147,13 +148,13 @@ void bind_program(nb::module_& m) {
              const Prefix prefix = shared_prefix(inputs, limits.block_size);
              return std::pair(prefix.length, prefix.own_from);
            })
-      .def("check_encode", [](const Program& self, Array<int64_t> input_ids,
-                              Array<int64_t> position_ids, Array<int32_t> cu_seqlens,
-                              Array<int64_t> memory_rows) {
-        check_step(
-            EncoderInputs{host(input_ids), host(position_ids), host(cu_seqlens), host(memory_rows)},
-            self.limits());
-      });
+      .def("check_encode",
+           [](const Program& self, Array<int64_t> input_ids, Array<uint8_t> features,
+              Array<int64_t> position_ids, Array<int32_t> cu_seqlens, Array<int64_t> memory_rows) {
+             check_step(EncoderInputs{host(input_ids), host(features), host(position_ids),
+                                      host(cu_seqlens), host(memory_rows)},
+                        self.limits());
+           });
   // The rows of a draft model for a step that `Program.check_step` accepts: see DraftRows.
   m.def("draft_rows", [](LLMC_STEP) {
     const DraftRows rows = DraftRows::of(LLMC_STEP_INPUTS);
@@ -298,13 +299,13 @@ void bind_engine(nb::module_& m) {
              self.release(ticket);
              return made;
            })
-      .def(
-          "encode",
-          [](Engine& self, Array<int64_t> input_ids, Array<int64_t> position_ids,
-             Array<int32_t> cu_seqlens, Array<int64_t> memory_rows) {
-            nb::gil_scoped_release release;
-            self.encode({host(input_ids), host(position_ids), host(cu_seqlens), host(memory_rows)});
-          })
+      .def("encode",
+           [](Engine& self, Array<int64_t> input_ids, Array<uint8_t> features,
+              Array<int64_t> position_ids, Array<int32_t> cu_seqlens, Array<int64_t> memory_rows) {
+             nb::gil_scoped_release release;
+             self.encode({host(input_ids), host(features), host(position_ids), host(cu_seqlens),
+                          host(memory_rows)});
+           })
       .def("watch", &Engine::watch)
       .def("read_watched",
            [](const Engine& self, int tensor, Output<float> out) {

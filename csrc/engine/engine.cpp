@@ -149,6 +149,7 @@ void Engine::place_tensors() {
   input(inputs_.lora_logits_ids, kLoraLogitsIds);
   input(inputs_.token_type_ids, kTokenTypeIds);
   input(inputs_.embeds, kEmbeds);
+  input(inputs_.features, kFeatures);
   input(inputs_.embed_ids, kEmbedIds);
 }
 
@@ -441,11 +442,13 @@ void Engine::encode(const EncoderInputs& inputs) {
   Ticket& ticket = next_ticket();
   StagingBuffer& sent = *ticket.encoded.emplace_back(std::make_unique<StagingBuffer>());
   const int64_t ids = sent.add(inputs.input_ids.data, inputs.input_ids.size);
+  const int64_t features = sent.add(inputs.features.data, inputs.features.size);
   const int64_t positions = sent.add(inputs.position_ids.data, inputs.position_ids.size);
   const int64_t starts = sent.add(inputs.cu_seqlens.data, inputs.cu_seqlens.size);
   const int64_t rows = sent.add(inputs.memory_rows.data, inputs.memory_rows.size);
   const auto* memory = static_cast<const char*>(sent.data());
   upload(inputs_.input_ids, memory + ids, inputs.input_ids.bytes(), stream_.handle);
+  upload(inputs_.features, memory + features, inputs.features.bytes(), stream_.handle);
   upload(inputs_.position_ids, memory + positions, inputs.position_ids.bytes(), stream_.handle);
   upload(inputs_.cu_seqlens, memory + starts, inputs.cu_seqlens.bytes(), stream_.handle);
   upload(inputs_.memory_rows, memory + rows, inputs.memory_rows.bytes(), stream_.handle);

@@ -156,6 +156,15 @@ int Program::add_embeds(int64_t row_width) {
   return inputs_[kEmbeds] = declare({Kind::kInput, dtype_, {kNumTokens, row_width}, kEmbeds});
 }
 
+int Program::add_features(int64_t row_width) {
+  if (limits_.mem_max_seq_len == 0)
+    throw Error("the model has no encoder, so it cannot have the input input_features");
+  if (inputs_.count(kFeatures)) throw Error("the engine's input input_features is declared twice");
+  limits_.features_bytes = count_of({limits_.max_tokens, row_width}) / limits_.max_tokens *
+                           static_cast<int64_t>(width(dtype_));
+  return inputs_[kFeatures] = declare({Kind::kInput, dtype_, {kNumTokens, row_width}, kFeatures});
+}
+
 int Program::add_weight(DType dtype, const Shape& shape) {
   count_of(shape);
   return declare({Kind::kWeight, dtype, shape});
@@ -363,6 +372,8 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
   }
   if (port.is_bytes(fields)) allowed = {DType::kUint8};
   if (port.is_rounded(fields)) allowed = {DType::kFloat8};
+  if (given.kind == Kind::kInput && given.name == kFeatures && part != Part::kEncoder)
+    throw Error(what + " is not an input of a model");
   if (given.kind == Kind::kColumns && !port.columns)
     throw Error(what + " is a column slice, which the op does not support");
   if (!is_among(given.dtype, allowed))

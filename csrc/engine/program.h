@@ -14,14 +14,14 @@ namespace llmc {
 
 // Optional inputs of a step: block tables, state indices, tokens after which states are stored, the
 // rows of each prompt in the encoder output, the rows to which encoder tokens are written, the
-// slots of the adapters of tokens and of rows of logits, token types, and rows in place of token
-// embeddings with the row of each token.
+// slots of the adapters of tokens and of rows of logits, token types, rows in place of token
+// embeddings with the row of each token, and the rows that an encoder reads in place of token ids.
 inline constexpr const char *kBlockTable = "block_table", *kStateSlots = "state_slots",
                             *kCommitLens = "commit_lens", *kMemoryStarts = "memory_starts",
                             *kMemoryLens = "encoder_sequence_length", *kMemoryRows = "memory_rows",
                             *kLoraIds = "lora_ids", *kLoraLogitsIds = "lora_logits_ids",
                             *kTokenTypeIds = "token_type_ids", *kEmbeds = "embeds",
-                            *kEmbedIds = "embed_ids";
+                            *kEmbedIds = "embed_ids", *kFeatures = "input_features";
 
 // The programs of a rank. A draft model's values have a separate arena. It may have several
 // programs, one for each of its layers, from kDraft on.
@@ -83,6 +83,8 @@ class Program {
 
   // Each declares a tensor and returns its number.
   int add_input(const std::string& name, DType dtype);
+  // Declares the input `input_features`: the rows that an encoder reads in place of token ids.
+  int add_features(int64_t width);
   // Declares the input `embeds`: rows of this width, at most one for each token of a step.
   int add_embeds(int64_t width);
   int add_weight(DType dtype, const Shape& shape);

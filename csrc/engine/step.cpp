@@ -427,13 +427,14 @@ DraftRows DraftRows::of(const StepInputs& inputs) {
 }
 
 Step check_step(const EncoderInputs& inputs, const Limits& limits) {
-  const int64_t num_tokens = inputs.input_ids.size, batch = inputs.cu_seqlens.size - 1;
+  const int64_t num_tokens = inputs.position_ids.size, batch = inputs.cu_seqlens.size - 1;
   if (num_tokens > limits.max_tokens || batch > limits.max_batch)
     throw Error(text(batch) + " prompts of " + text(num_tokens) +
                 " tokens exceed the engine's limits of " + text(limits.max_batch) + " and " +
                 text(limits.max_tokens));
   check_rows(batch, limits);
-  check_size("position_ids", inputs.position_ids.size, num_tokens);
+  check_size("input_ids", inputs.input_ids.size, limits.features_bytes > 0 ? 0 : num_tokens);
+  check_size("features", inputs.features.size, num_tokens * limits.features_bytes);
   check_size("memory_rows", inputs.memory_rows.size, num_tokens);
   check_starts(inputs.cu_seqlens, batch, num_tokens);
   check_range("position_ids", inputs.position_ids, 0, limits.mem_max_seq_len);

@@ -35,6 +35,7 @@ struct Limits {
   bool prompt_lookup = false;  // whether drafts are looked up in the histories of slots
   int max_loras = 0;           // slots of LoRA adapters; 0: the model takes none
   int max_lora_rank = 0;       // maximum rank of an adapter, a multiple of 8
+  int64_t features_bytes = 0;  // of a row that the encoder reads; 0: it reads token ids
   int64_t embeds_width = 0;    // of rows in place of token embeddings; 0: the model takes none
 
   // Throws Error if a limit is below the minimum.
@@ -194,7 +195,9 @@ struct DraftRows {
 // Prompts for an encoder: the output of token i is written to row memory_rows[i]. Prompt p has
 // mem_max_seq_len rows.
 struct EncoderInputs {
-  HostArray<int64_t> input_ids, position_ids;
+  HostArray<int64_t> input_ids;  // [num_tokens]; empty if the encoder reads rows
+  HostArray<uint8_t> features;   // [num_tokens, features_bytes], rows of the model's dtype
+  HostArray<int64_t> position_ids;
   HostArray<int32_t> cu_seqlens;
   HostArray<int64_t> memory_rows;
 };

@@ -130,6 +130,9 @@ class _ApiKeys(click.types.StringParamType):
               help="Maximum time to read a URL, in seconds.")
 @click.option("--max_media_bytes", default=32 * 2**20,
               help="Maximum size of all images and audio of a request, in bytes.")
+@click.option("--media_memory_gb", default=4.0,
+              help="Memory for preprocessed images and audio of all requests, in GB; further "
+                   "requests with any get 429 with Retry-After.")
 @click.option("--ssl_keyfile", type=click.Path(path_type=Path),
               help="PEM file of the certificate's private key.")
 @click.option("--ssl_certfile", type=click.Path(path_type=Path),
@@ -145,7 +148,7 @@ def serve_command(case_dir: tuple[Path, ...], api_keys: tuple[str, ...], api_key
                   write_timeout: float, stall_timeout: float, drain_timeout: int,
                   limit_mm_per_prompt: str, allowed_media_domains: list[str],
                   allowed_media_networks: list[str], allowed_local_media_path: Path | None,
-                  media_timeout: float, max_media_bytes: int,
+                  media_timeout: float, max_media_bytes: int, media_memory_gb: float,
                   ssl_keyfile: Path | None, ssl_certfile: Path | None, ssl_ca_certs: Path | None,
                   ssl_cert_reqs: int, allowed_hosts: list[str] | None, allowed_origins: list[str],
                   allowed_methods: list[str], allowed_headers: list[str], allow_credentials: bool,
@@ -173,5 +176,6 @@ def serve_command(case_dir: tuple[Path, ...], api_keys: tuple[str, ...], api_key
         access=Access(allowed_hosts, allowed_origins, allowed_methods, allowed_headers,
                       allow_credentials),
         media=media_limits(allowed_media_domains, allowed_media_networks, allowed_local_media_path,
-                           max_media_bytes, media_timeout, limit_mm_per_prompt),
+                           max_media_bytes, media_timeout, limit_mm_per_prompt,
+                           media_memory_gb),
         tls=tls_context(ssl_keyfile, ssl_certfile, ssl_ca_certs, ssl_cert_reqs), **options)

@@ -227,6 +227,10 @@ class _Loaded:
         if self.manifest.is_whole:  # a text is in one step
             config = replace(config, max_num_batched_tokens=max(
                 config.max_num_batched_tokens, self.manifest.dims.max_seq_len))
+        encoder = self.manifest.encoder
+        if encoder is not None and encoder.features is not None:  # a window is in one step
+            config = replace(config, max_num_batched_tokens=max(
+                config.max_num_batched_tokens, encoder.max_seq_len))
         self._max_batch_size = max_batch_size
         with memory_errors("load the model"):
             self._load(devices, config, speculation, prefix_reuse, check_step, skip_step, max_itl)

@@ -493,10 +493,16 @@ class CpuEngine:
             values["token_type_ids"] = np.zeros_like(part.input_ids) \
                 if part.token_type_ids is None else part.token_type_ids
         if part.memory is not None:
-            values["memory_starts"] = part.memory.rows * np.int32(self._mem_max_seq_len)
-            values["encoder_sequence_length"] = part.memory.encoder_sequence_length
-            values.update((name, memory.reshape(-1, memory.shape[-1]))
-                          for name, memory in self._memory.items())
+            values["encoder_sequence_length"] = lengths = part.memory.encoder_sequence_length
+            rows = part.memory.rows
+            if len(rows) == 1:  # graphs do not copy the keys of a single sequence
+                values["memory_starts"] = np.zeros(1, np.int32)
+                values.update((name, memory[rows[0], :max(lengths[0], 1)])
+                              for name, memory in self._memory.items())
+            else:
+                values["memory_starts"] = rows * np.int32(self._mem_max_seq_len)
+                values.update((name, memory.reshape(-1, memory.shape[-1]))
+                              for name, memory in self._memory.items())
         return values
 
     def _encode(self, prompts: Mapping[int, EncoderInput]) -> None:

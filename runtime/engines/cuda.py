@@ -21,7 +21,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from llmc import __version__
 from llmc.artifacts.adapter import Matrices
 from llmc.artifacts.draft_tokens import read_draft_token_ids
-from llmc.artifacts.manifest import DRAFT_TOKEN_IDS, EMBEDS, Chip, DraftInfo, Manifest
+from llmc.artifacts.manifest import (
+    DRAFT_TOKEN_IDS,
+    EMBEDS,
+    INPUT_FEATURES,
+    Chip,
+    DraftInfo,
+    Manifest,
+)
 from llmc.artifacts.program import (
     Part,
     Program,
@@ -153,6 +160,7 @@ class CudaEngine:
         self._first = chip.rank == 0  # ranks have equal shapes, so one stores the tuning
         self._kv_cache_tokens, self._utilization = kv_cache_tokens, gpu_memory_utilization
         self._mem_max_seq_len = manifest.encoder.max_seq_len if manifest.encoder else 0
+        self._dtype = manifest.dtype
         check_fit(cuda, manifest, device)
         self._max_seq_len = manifest.dims.max_seq_len
         self._loads_draft = draft
@@ -382,7 +390,7 @@ class CudaEngine:
             offsets = np.concatenate([np.arange(length) for length in lengths])
             starts = np.array([row for row, _ in part], np.int64) * self._mem_max_seq_len
             self._engine.encode(
-                np.concatenate([np.asarray(tokens, np.int64) for _, tokens in part]), offsets,
+                *encoder_arrays([own for _, own in part], self._dtype), offsets,
                 np.cumsum([0, *lengths], dtype=np.int32), np.repeat(starts, lengths) + offsets)
 
     def trace(self, step: Step) -> dict[str, np.ndarray]:
@@ -538,6 +546,29 @@ def step_arrays(step: Step, mem_max_seq_len: int = 0, states: StateSlots | None 
             -1 if step.propose is None else step.propose, step.unread,
             step.lora_ids if len(step.adapters) else _NONE, step.token_type_ids,
             step.embeds.reshape(-1), step.embed_ids, *admit.arrays())
+
+
+def encoder_arrays(prompts: Sequence[EncoderInput], dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """The extension's arguments for what an encoder reads.
+
+    Args:
+        prompts: all token ids, or all rows.
+        dtype: of the model.
+
+    Returns:
+        Token ids, int64 [num_tokens], and the bytes of the rows in the model's dtype, uint8; one of
+        them is empty.
+    """
+    rows = [own for own in prompts if isinstance(own, np.ndarray)]
+    if not rows:
+        return np.concatenate([np.asarray(own, np.int64) for own in prompts]), np.empty(0, np.uint8)
+    values: np.ndarray = np.ascontiguousarray(np.concatenate(rows), np.float32)
+    if dtype == "bfloat16":  # rounded to the nearest, ties to even
+        bits = values.view(np.uint32)
+        values = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    elif dtype == "float16":
+        values = values.astype(np.float16)
+    return np.empty(0, np.int64), values.reshape(-1).view(np.uint8)
 
 
 def as_rows(step: Step) -> Step:
@@ -746,9 +777,12 @@ def _declare_all(declared: Any, program: Program, shared: dict[str, int],
 def _declare(declared: Any, tensor: ProgramTensor) -> int:
     """Declare a tensor that is not a value, and return its index."""
     number: int
-    if tensor.kind == "input":
-        number = declared.add_embeds(tensor.shape[1]) if tensor.name == EMBEDS else \
-            declared.add_input(tensor.name, tensor.dtype)
+    if tensor.kind == "input" and tensor.name == EMBEDS:
+        number = declared.add_embeds(tensor.shape[1])
+    elif tensor.kind == "input" and tensor.name == INPUT_FEATURES:
+        number = declared.add_features(tensor.shape[1])
+    elif tensor.kind == "input":
+        number = declared.add_input(tensor.name, tensor.dtype)
     elif tensor.kind == "weight":
         number = declared.add_weight(tensor.dtype, list(tensor.shape))
     elif tensor.kind == "memory":

@@ -3,7 +3,10 @@
 import base64
 import http.server
 import ipaddress
+import socket
 import threading
+import time
+from contextlib import suppress
 from io import BytesIO
 
 import numpy as np
@@ -92,6 +95,30 @@ def test_urls_reach_only_what_is_allowed(site, tmp_path):
             ("data:image/png;base64,*", everything, "invalid base64")):
         with pytest.raises(LlmcError, match=message):
             fetch(url, access)
+
+
+@pytest.fixture
+def trickle():
+    """The address of a server that sends the start of a TLS record, then a byte now and then."""
+    def serve(listener):
+        with suppress(OSError):
+            peer, _ = listener.accept()
+            peer.sendall(b"\x16\x03\x03\x40\x00")
+            while True:
+                peer.sendall(b"\0")
+                time.sleep(0.05)
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=serve, args=(listener,))
+    thread.start()
+    yield f"127.0.0.1:{listener.getsockname()[1]}"
+    listener.close()
+    thread.join()
+
+
+def test_a_handshake_ends_at_the_time_limit(trickle):
+    with pytest.raises(LlmcError, match=r"was not read within 0\.4 s"):
+        fetch(f"https://{trickle}/a", MediaAccess(("*",), LOOPBACK, timeout_s=0.4))
 
 
 def wav(samples, rate=16_000):

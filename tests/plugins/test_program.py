@@ -659,6 +659,9 @@ def test_more_than_the_limits_is_refused(extension, program):
         check_step(program, wide)
 
 
+NO_ROWS = np.empty(0, np.uint8)
+
+
 @pytest.mark.parametrize(("rows", "starts", "match"), [
     (np.array([0, 1, 2, 64]), ints(0, 4), r"memory_rows\[3\] is 64, expected 0 to 63"),
     (np.array([0, 1, 2]), ints(0, 4), "memory_rows has 3 elements, expected 4"),
@@ -667,11 +670,12 @@ def test_more_than_the_limits_is_refused(extension, program):
     (np.arange(4), ints(), "a batch of -1 has no sequences"),
 ])
 def test_invalid_encoder_prompts_are_refused(extension, program, rows, starts, match):
-    program.check_encode(np.arange(4), np.arange(4), ints(0, 4), np.arange(4))
+    program.check_encode(np.arange(4), NO_ROWS, np.arange(4), ints(0, 4), np.arange(4))
     with pytest.raises(extension.CudaError, match=match):
-        program.check_encode(np.arange(4), np.arange(4), starts, rows)
+        program.check_encode(np.arange(4), NO_ROWS, np.arange(4), starts, rows)
     with pytest.raises(extension.CudaError, match=r"position_ids\[3\] is 16"):
-        program.check_encode(np.arange(4), np.array([0, 1, 2, 16]), ints(0, 4), np.arange(4))
+        program.check_encode(np.arange(4), NO_ROWS, np.array([0, 1, 2, 16]), ints(0, 4),
+                             np.arange(4))
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Prompts with images: compiled encoders and language models generate as transformers does."""
 
 import inspect
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -57,3 +58,74 @@ def test_families_generate_as_transformers(name, tp_size, tmp_path):
         prompts = prompts_of(llm)
         for prompt, completion in zip(prompts, llm.generate(prompts, GREEDY), strict=True):
             assert_generates(model, llm, prompt, completion)
+
+
+@pytest.fixture(scope="module")
+def by_axis(tmp_path_factory):
+    """A model with positions by axis and deep rows after two layers, and its case directory."""
+    root = tmp_path_factory.mktemp("qwen3_vl")
+    model = write_model("qwen3_vl", root / "hf")
+    llmc.compile(root / "hf", root / "case")
+    return model, root / "case"
+
+
+def test_prompts_generate_alone_and_in_company(by_axis):
+    model, case = by_axis
+    with llmc.LLM(case) as llm:
+        prompts = prompts_of(llm)
+        together = llm.generate([*prompts, *prompts[::-1]], GREEDY)
+        for prompt, completion in zip([*prompts, *prompts[::-1]], together, strict=True):
+            assert_generates(model, llm, prompt, completion)
+        for prompt in prompts:
+            assert_generates(model, llm, prompt, llm.generate([prompt], GREEDY)[0])
+
+
+def test_prompts_are_read_in_chunks(by_axis):
+    model, case = by_axis
+    with llmc.LLM(case, max_num_batched_tokens=16, max_batch_size=4) as llm:
+        prompts = prompts_of(llm)
+        for prompt, completion in zip(prompts, llm.generate(prompts, GREEDY), strict=True):
+            assert_generates(model, llm, prompt, completion)
+
+
+def test_a_found_prefix_keeps_its_positions(by_axis):
+    model, case = by_axis
+    with llmc.LLM(case) as llm:
+        own = llm.processor.placeholders["image"]
+        first, other = images(2)
+        text = f"see {own} and say at length what is there"
+        llm.generate([{"prompt": text, "images": [first]}], GREEDY)
+        scheduler = llm._loops[0]._scheduler
+        for given, found in ((first, True), (other, False)):
+            prompt, before = {"prompt": f"{text} today", "images": [given]}, scheduler.hits
+            completion, = llm.generate([prompt], GREEDY)
+            assert (scheduler.hits > before) == found
+            assert_generates(model, llm, prompt, completion)
+
+
+def test_drafts_have_positions_after_the_images(by_axis):
+    _, case = by_axis
+    with llmc.LLM(case, num_speculative_tokens=7) as llm:
+        prompt = prompts_of(llm)[2]
+        params = llmc.SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+        plain, = llm.generate([prompt], params)
+        drafted, = llm.generate([prompt], replace(params, prediction=list(plain.token_ids)))
+        assert drafted.token_ids == plain.token_ids
+        assert drafted.accepted_prediction_tokens > 0
+
+
+def test_beams_continue_after_the_images(by_axis):
+    model, case = by_axis
+    with llmc.LLM(case) as llm:
+        prompt = prompts_of(llm)[1]
+        completion, = llm.generate([prompt], llmc.SamplingParams(
+            max_tokens=6, beam_width=3, ignore_eos=True))
+        read = llm.media_prompt(prompt["prompt"], images=prompt["images"])
+        arrays = {name: torch.from_numpy(array)
+                  for name, array in read.ranges[0].item.arrays.items()}
+        ids = torch.tensor([read.token_ids])
+        with torch.no_grad():
+            made = model.generate(
+                ids, **arrays, mm_token_type_ids=(ids == model.config.image_token_id).int(),
+                max_new_tokens=6, num_beams=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert np.array_equal(completion.token_ids, made[0, ids.shape[1]:])

@@ -61,5 +61,5 @@ def media_server(media_dir, tmp_path_factory):
     with serving(case, "--allowed_media_domains", "localhost,127.0.0.1", "--media_timeout", 2,
                  "--allowed_media_networks", "127.0.0.1/32", "--allowed_local_media_path",
                  media_dir, "--limit_mm_per_prompt", '{"image": 3}', "--max_media_bytes",
-                 500_000) as own:
+                 500_000, "--media_memory_gb", 2e-5) as own:
         yield own

@@ -182,6 +182,23 @@ def test_a_request_may_have_only_so_many_and_so_large_images(server):
     assert status == 400 and "bytes, the limit is 500000; give fewer" in body["error"]["message"]
 
 
+def test_images_of_all_requests_take_a_bounded_memory(server):
+    """An image of this model takes 9,408 bytes; 20,000 are allowed."""
+    stream = server.client.chat.completions.create(
+        model="tiny", max_tokens=400, stream=True, extra_body={"ignore_eos": True},
+        messages=[{"role": "user", "content": parts(data_url(RED))}])
+    next(iter(stream))
+    status, headers, body = server.post(CHAT, {"max_tokens": 3, "messages": [
+        {"role": "user", "content": parts(data_url(RED), data_url(BLUE))}]})
+    assert (status, headers["Retry-After"]) == (429, "1")
+    assert "take 18816 bytes once preprocessed, those of other requests take 9408 of at most " \
+        "20000" in body["error"]["message"]
+    assert ask(server, *parts())[0] == 200
+    stream.close()
+    until(lambda: '"server_load":0' in server.get("/load"))
+    assert ask(server, *parts(data_url(RED), data_url(BLUE)))[0] == 200
+
+
 def test_placeholders_in_text_are_no_images(server):
     status, body = ask(server, *parts(data_url(RED), text="<image> and more"))
     assert status == 400 and body["error"]["param"] == "messages"

@@ -155,8 +155,10 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     kernel's tiled implementation does not support.
     """
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
-    if heads != kv_heads or fields["softcap"] or "key_starts" in present:
+    if heads != kv_heads or fields["softcap"]:
         return None
+    if "key_starts" in present:
+        return None if "distance_bias" in present else _cpu_cross(fields)
     query_lines, query = _heads("q", heads, "query", fields, present)
     key_lines, key = _heads("k", kv_heads, "key", fields, present)
     packed = {"q": query, "k": key, "v": "value"}
@@ -181,6 +183,51 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
         f"{', ' + bias if bias else ''})",
         "rows_padded = Reshape(attended_padded, rows_shape)",
         "out_padded = Gather<axis=0>(rows_padded, place)", "}>"])
+
+
+def _cpu_cross(fields: Fields) -> str:
+    """Read keys and values where they are, by com.microsoft.FusedMatMul on [L, B, heads, D].
+
+    The keys of one sequence are not copied if there are no others. Those of several are gathered.
+    """
+    heads, dim = fields["num_heads"], fields["head_dim"]
+
+    def attended(name: str, keys: str, values: str, masks: bool) -> list[str]:
+        return [
+            f"scores_{name} = com.microsoft.FusedMatMul<alpha={float(_scale(fields))!r}, transB=1, "
+            f"transBatchB=1>(queries, {keys})",
+            *(["key_len_column = Unsqueeze(key_len, c1)", "there = Less(j, key_len_column)",
+               _ints("c12", 1, 2), "inside = Unsqueeze(there, c12)",
+               "never = Constant<value_float=-1e30>()",
+               f"masked_{name} = Where(inside, scores_{name}, never)"] if masks else
+              [f"masked_{name} = Identity(scores_{name})"]),
+            f"weights_{name} = Softmax<axis=-1>(masked_{name})",
+            f"out_{name} = com.microsoft.FusedMatMul<transBatchB=1>(weights_{name}, {values})"]
+
+    return "\n".join([
+        _TOKENS, "key_len = Cast<to=7>(key_lens)", "padded = Gather<axis=0>(query, pad)",
+        _ints("heads_shape", 0, 0, heads, dim), "by_head = Reshape(padded, heads_shape)",
+        "queries = Transpose<perm=[0, 2, 1, 3]>(by_head)",  # [B, heads, S, D]
+        "most = ReduceMax<keepdims=0>(key_len)", "num_keys = Shape<start=0, end=1>(key)",
+        "batch = Shape(key_len)", "total = Mul(batch, most)", "is_all = Equal(num_keys, total)",
+        "is_one = Equal(batch, c1)", "alone_1d = And(is_one, is_all)", "alone = Squeeze(alone_1d)",
+        "attended = If(alone) <then_branch = one () => (float[b, h, s, d] out_one) {",
+        _ints("one_shape", -1, 1, heads, dim),
+        "key_one = Reshape(key, one_shape)", "value_one = Reshape(value, one_shape)",
+        *attended("one", "key_one", "value_one", masks=False),
+        "}, else_branch = several () => (float[b, h, s, d] out_several) {",
+        "key_start = Cast<to=7>(key_starts)", "j = Range(zero, most, one)",
+        "j_column = Unsqueeze(j, c1)", "key_row = Add(j_column, key_start)",  # [L, B]
+        "last_key = Sub(num_keys, one)",
+        "key_pad = Min(key_row, last_key)",  # arbitrary for padding
+        "key_rows = Gather<axis=0>(key, key_pad)", "value_rows = Gather<axis=0>(value, key_pad)",
+        _ints("several_shape", 0, 0, heads, dim),
+        "key_several = Reshape(key_rows, several_shape)",
+        "value_several = Reshape(value_rows, several_shape)",
+        *attended("several", "key_several", "value_several", masks=True), "}>",
+        "by_token = Transpose<perm=[0, 2, 1, 3]>(attended)",
+        _ints("rows_shape", -1, heads * dim), "rows = Reshape(by_token, rows_shape)",
+        "out = Gather<axis=0>(rows, place)"])
 
 
 def _cpu_bias(fields: Fields, present: frozenset[str]) -> tuple[list[str], str]:
@@ -273,20 +320,24 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         {"new": (5, 2, 3), "dim": 16, "kv_heads": 4},
         {"new": (3, 3), "dim": 8, "kv_heads": 4, "biased": 2, "window": 1},
         {"new": (4, 1, 2), "dim": 8, "kv_heads": 4, "rotary_dim": 8, "window": 2},
+        {"new": (1, 1, 1), "dim": 16, "kv_heads": 4, "starts": (0, 12, 5), "lens": (5, 7, 3)},
+        {"new": (2, 0, 3), "dim": 8, "kv_heads": 4, "starts": (2, 2, 9), "lens": (6, 6, 1)},
+        {"new": (3,), "dim": 8, "kv_heads": 4, "starts": (4,), "lens": (6,)},
+        {"new": (3,), "dim": 8, "kv_heads": 4, "starts": (0,), "lens": (6,), "spare": 0},
     )
     return [_sample(rng, **variant) for variant in variants]
 
 
 def _sample(rng: np.random.Generator, new: Sequence[int], dim: int, heads: int = 4,
             kv_heads: int = 2, starts: Sequence[int] | None = None,
-            lens: Sequence[int] | None = None, biased: int = 0, normed: bool = False,
-            **fields: Any) -> Sample:
+            lens: Sequence[int] | None = None, spare: int = 2, biased: int = 0,
+            normed: bool = False, **fields: Any) -> Sample:
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(np.float32)
 
     count = sum(new)
     if starts is not None and lens is not None:
-        count = max(map(sum, zip(starts, lens, strict=True))) + 2
+        count = max(map(sum, zip(starts, lens, strict=True))) + spare
     inputs = {"query": normal(sum(new), heads * dim), "key": normal(count, kv_heads * dim),
               "value": normal(count, kv_heads * dim),
               "cu_seqlens": np.cumsum([0, *new]).astype(np.int32)}
