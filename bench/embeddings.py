@@ -6,7 +6,8 @@
     python bench/embeddings.py WORK_DIR --peers PEER/bin/python
 
 128 passages of llmc's documentation, of 16 to 256 tokens, in one call. A round is a run of each
-side; the tables have medians, and the median of the rounds' ratios. A query is one of 13 tokens.
+side; the tables have medians, the median of the rounds' ratios, and the least CPU time of a round
+as texts/s of all cores, which other processes change less. A query is one of 13 tokens.
 Peers sort texts by length and pad each batch to its longest text. ONNX is ONNX Runtime's: O3 with
 an approximate GELU, int8 with dynamic quantization for AVX-512 VNNI. OpenVINO's default is
 bfloat16 where the CPU has it, which is not compared with float32.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -66,6 +68,11 @@ class Peer:
     def seconds(self, texts: list[str]) -> float:
         return float(self._ask(texts, False))
 
+    def cpu_seconds(self) -> float:
+        """CPU time of the process so far."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def vectors(self, texts: list[str]) -> np.ndarray:
         return np.array(json.loads(self._ask(texts, True)))
 
@@ -80,6 +87,9 @@ class Own:
         start = time.perf_counter()
         self._llm.embed(texts)
         return time.perf_counter() - start
+
+    def cpu_seconds(self) -> float:
+        return time.process_time()
 
     def vectors(self, texts: list[str]) -> np.ndarray:
         return self._llm.embed(texts)
@@ -144,22 +154,27 @@ def main() -> None:
     vectors = {name: side.vectors(texts) for name, side in sides.items()}  # warms up, too
     runs: dict[str, list[float]] = {name: [] for name in sides}
     queries: dict[str, list[float]] = {name: [] for name in sides}
+    busy: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(arguments.rounds):
         for name, side in sides.items():
+            start = side.cpu_seconds()
             runs[name].append(side.seconds(texts))
+            busy[name].append(side.cpu_seconds() - start)
     for _ in range(arguments.rounds):
         for name, side in sides.items():
             side.seconds([QUERY])
             queries[name].append(statistics.median(
                 side.seconds([QUERY]) for _ in range(arguments.queries)))
 
-    print("| | texts/s | llmc float32 faster | llmc int8 faster | one query (ms) "
+    cores = len(os.sched_getaffinity(0))
+    print("| | texts/s | by CPU time | llmc float32 faster | llmc int8 faster | one query (ms) "
           "| largest difference of an element | Spearman |\n"
-          "| --- | --- | --- | --- | --- | --- | --- |")
+          "| --- | --- | --- | --- | --- | --- | --- | --- |")
     for name in sides:
         faster = [statistics.median(peer / mine for peer, mine in zip(
             runs[name], runs[own], strict=True)) for own in OWN]
-        print(f"| {name} | {COUNT / statistics.median(runs[name]):.1f} | {faster[0]:.2f} × "
+        print(f"| {name} | {COUNT / statistics.median(runs[name]):.1f} "
+              f"| {COUNT * cores / min(busy[name]):.1f} | {faster[0]:.2f} × "
               f"| {faster[1]:.2f} × | {1e3 * statistics.median(queries[name]):.2f} "
               f"| {np.abs(vectors[name] - truth).max():.1e} "
               f"| {spearman(vectors[name], truth):.5f} |")
