@@ -528,8 +528,10 @@ def test_activation_quantization_is_reported_and_in_the_manifest(tiny_hf, tmp_pa
     ({"group_size": 32}, "group_size is given without quantize; give both"),
     ({"group_size": 32, "quantize": "none"}, "group_size is given without quantize; give both"),
     ({"quantize_activations": True}, "quantize_activations is given without quantize fp8"),
-    ({"quantize": "int8", "quantize_activations": True},
+    ({"quantize": "int4", "quantize_activations": True},
      "quantize_activations is given without quantize fp8"),
+    ({"quantize": "int8", "quantize_activations": True, "target": "cuda"},
+     "target 'cuda' has no kernels for int8 activations; leave out quantize_activations"),
     ({"quantize": "int4", "group_size": 48}, "group_size 48 does not divide the rows of 'model"),
 ])
 def test_unquantizable_models_raise_an_llmc_error(options, said, tiny_hf, tmp_path):

@@ -11,12 +11,13 @@ import llmc
 from llmc import SamplingParams
 from llmc.runtime.sampling.speech_fallback import SpeechOptions
 
+pytestmark = pytest.mark.usefixtures("extension")
 THRESHOLDS = SpeechOptions(logprob_threshold=-50.0, no_speech_threshold=0.9,
                            compression_ratio_threshold=9.0)
 
 
 @pytest.fixture(scope="module")
-def models(tiny_speech, tmp_path_factory):
+def models(extension, tiny_speech, tmp_path_factory):
     """The same model on the CPU and on a GPU."""
     case = tmp_path_factory.mktemp("device") / "case"
     llmc.compile(tiny_speech[1], case, target="cuda")
