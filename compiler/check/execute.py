@@ -13,8 +13,10 @@ import onnxruntime as ort
 
 from llmc import plugins
 from llmc.artifacts.manifest import (
+    DEEP_EMBEDS_PREFIX,
     EMBED_IDS,
     EMBEDS,
+    ROTARY_POSITIONS,
     CollectiveStep,
     Manifest,
     WeightForm,
@@ -25,6 +27,7 @@ from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError, reason_of
 from llmc.plugins.quantization import cpu_activation_block, rounded
 from llmc.runtime.core.step import Step
+from llmc.runtime.multimodal.rotary_positions import IN_CACHE
 
 _FLOAT, _TYPES = onnx.TensorProto.FLOAT, {"float16": onnx.TensorProto.FLOAT16,
                                           "bfloat16": onnx.TensorProto.BFLOAT16}
@@ -250,6 +253,10 @@ def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int],
             state[EMBED_IDS] = np.array(embed_ids or [-1] * len(ids), np.int32)
             state[EMBEDS] = np.zeros((1, manifest.embeds_width), np.float32) \
                 if embeds is None else embeds
+            state |= {f"{DEEP_EMBEDS_PREFIX}{index}": np.zeros_like(state[EMBEDS])
+                      for index in range(manifest.num_deep_embeds)}
+        if manifest.image and manifest.image.grid:
+            state[ROTARY_POSITIONS] = IN_CACHE.within(0, len(ids))
         if chip.lora:
             state["lora_ids"] = state["lora_logits_ids"] = step.lora_ids
         for name, (dtype, shape) in chip.lora_inputs.items():  # no adapter's rows

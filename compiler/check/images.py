@@ -63,8 +63,11 @@ def read_prompt(manifest: Manifest, root: Path, text: str | None, images: Sequen
     if manifest.image is None:
         raise LlmcError(f"--image is given, but '{manifest.source.architecture}' was compiled "
                         f"without an image encoder; leave it out")
-    if manifest.quantization or len(manifest.image.outputs) > 1:
-        what = "quantized weights" if manifest.quantization else "rows of deep layers"
+    for found, what in ((manifest.quantization, "quantized weights"),
+                        (manifest.image.grid, "positions by axis"),
+                        (manifest.num_deep_embeds, "rows of deep layers")):
+        if not found:
+            continue
         raise LlmcError(f"--image is not supported for a model with {what}; leave it out")
     with LLM(root, verify=False, max_batch_size=1) as llm:
         assert llm.processor is not None

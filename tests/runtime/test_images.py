@@ -10,6 +10,9 @@ import torch
 from image_models import MODELS, images, write_model
 
 import llmc
+from llmc.artifacts.manifest import read_manifest
+from llmc.compiler.check.execute import run_chips
+from llmc.compiler.check.images import read_prompt
 from llmc.runtime.engines import image_encoder
 
 GREEDY = llmc.SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, logprobs=0)
@@ -223,6 +226,17 @@ def test_a_found_prefix_keeps_its_positions(by_axis):
             completion, = llm.generate([prompt], GREEDY)
             assert (scheduler.hits > before) == found
             assert_generates(model, llm, prompt, completion)
+
+
+def test_diff_runs_texts_alone(by_axis):
+    model, case = by_axis
+    manifest, ids = read_manifest(case), [5, 9, 33, 7, 11]
+    chip, = run_chips(manifest, case, ids, {"logits"})
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0].numpy()
+    assert np.abs(chip["logits"][:, :expected.shape[1]] - expected).max() < 1e-4
+    with pytest.raises(llmc.LlmcError, match="not supported for a model with positions by axis"):
+        read_prompt(manifest, case, None, [])
 
 
 def test_drafts_have_positions_after_the_images(by_axis):
