@@ -13,6 +13,7 @@ import onnxruntime as ort
 
 from llmc import plugins
 from llmc.artifacts.manifest import (
+    BIDIRECTIONAL_RANGES,
     DEEP_EMBEDS_PREFIX,
     EMBED_IDS,
     EMBEDS,
@@ -257,6 +258,8 @@ def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int],
                       for index in range(manifest.num_deep_embeds)}
         if manifest.image and manifest.image.grid:
             state[ROTARY_POSITIONS] = IN_CACHE.within(0, len(ids))
+        if manifest.image and manifest.image.bidirectional:
+            state[BIDIRECTIONAL_RANGES] = np.zeros((len(ids), 2), np.int32)
         if chip.lora:
             state["lora_ids"] = state["lora_logits_ids"] = step.lora_ids
         for name, (dtype, shape) in chip.lora_inputs.items():  # no adapter's rows

@@ -90,7 +90,7 @@ def _check_rows(function: MaskFunction, queries: torch.Tensor, keys: torch.Tenso
         Visible | None:
     """Classify the mask of these queries; None if `Visible` cannot express it."""
     rows = list(queries.split(max(1, _BLOCK // len(keys))))
-    seen = [_seen(function, block, keys) for block in rows]
+    seen = [visible_keys(function, block, keys) for block in rows]
     positions = len(keys) - 1
     if all(bool(block.all()) for block in seen):
         return Visible(False, 0, positions)
@@ -112,7 +112,7 @@ def _check_rows(function: MaskFunction, queries: torch.Tensor, keys: torch.Tenso
     return None
 
 
-def _seen(function: MaskFunction, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def visible_keys(function: MaskFunction, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Return the mask, bool [queries, keys]. It must be equal for all heads."""
     first, other = (function(torch.tensor(0), torch.tensor(head), queries[:, None], keys[None])
                     .expand(len(queries), len(keys)) for head in (0, 1))

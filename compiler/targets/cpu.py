@@ -91,7 +91,8 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
         image_steps, more = _write_steps(image.graph, places, directory, CPU.image_file, "image")
         files += more
         chip = chip.model_copy(update={
-            "image": describe_image(image.graph, image_steps, image.computed, image.grid)})
+            "image": describe_image(image.graph, image_steps, image.computed, image.grid,
+                                    image.bidirectional, image.token_id)})
     return chip, [weights, *files]
 
 

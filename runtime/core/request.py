@@ -539,8 +539,16 @@ class InputProcessor:
             raise LlmcError("prompt_logprobs is given for a prompt with images, whose rows are no "
                             "tokens; leave it out")
         self.check_tokens(prompt.token_ids)
-        ids = array("i", prompt.token_ids)
-        return ids, ids, InputEmbeds.of_items(prompt.ranges, self._rotary(prompt))
+        assert self.manifest.image is not None
+        image, ids = self.manifest.image, array("i", prompt.token_ids)
+        embeds = InputEmbeds.of_items(prompt.ranges, self._rotary(prompt)) \
+            .seen_together(image.bidirectional, ids)
+        if image.token_id is None:
+            return ids, ids, embeds
+        read = ids[:]
+        for position in embeds.positions.tolist():
+            read[position] = image.token_id
+        return read, ids, embeds
 
     def _rotary(self, prompt: MediaPrompt) -> RotaryPositions | None:
         """Positions by axis of a prompt with images; None if the model has none."""

@@ -15,7 +15,8 @@ namespace llmc {
 struct AttentionPorts {
   static constexpr size_t kNone = SIZE_MAX;
   size_t k_norm = kNone, block_table = kNone, distance_bias = kNone, sinks = kNone, v_norm = kNone,
-         key_bias = kNone, query_scale = kNone, rotary_positions = kNone;
+         key_bias = kNone, query_scale = kNone, rotary_positions = kNone,
+         bidirectional_ranges = kNone;
 };
 
 class CachedKeysAttention : public Plugin {
@@ -42,6 +43,8 @@ class CachedKeysAttention : public Plugin {
     const std::string& op = op_;
     if (optional(in, ports_.rotary_positions) != nullptr)
       throw Error(op + " has no kernel for rotary_positions");
+    if (optional(in, ports_.bidirectional_ranges) != nullptr)
+      throw Error(op + " has no kernel for bidirectional_ranges");
     const Dims* table = optional(in, ports_.block_table);
     const int64_t heads = p_.reads ? p_.num_heads : p_.num_heads + 2ll * p_.num_kv_heads;
     std::vector<Dim> positions =  // of the tables
