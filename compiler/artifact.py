@@ -18,8 +18,8 @@ import onnx_graphsurgeon as gs
 
 from llmc import __version__, plugins
 from llmc.artifacts.manifest import (
-    Bidirectional,
     FACTS,
+    Bidirectional,
     Chip,
     CollectiveStep,
     DraftProgram,

@@ -15,6 +15,10 @@ from processor_checkpoints import FAMILIES, image_of, write_checkpoint
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llava": ("llava", {"image_size": 112}),
     "internvl": ("internvl", {"image_size": [112, 112], "patch_size": [14, 14]}),
+    # Tokens of an image, or of the whole prompt, see each other.
+    "gemma3": ("gemma3", {"image_size": 224, "patch_size": 14}),
+    "paligemma": ("paligemma", {"image_size": 56, "patch_size": 14}),
+    "paligemma2": ("paligemma", {"image_size": 56, "patch_size": 14}),
     "mistral3": ("pixtral", {"image_size": 400, "patch_size": 14}),
     # Positions by axis, with deep rows or recurrent layers.
     "qwen2_5_vl": ("qwen2_vl", {}),
@@ -22,20 +26,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl_moe": ("qwen3_vl", {"patch_size": 16, "deepstack_visual_indexes": [0, 1]}),
     "qwen3_5": ("qwen3_vl", {"patch_size": 16}),
 }
-REFUSED = {"gemma3": ("gemma3", {"image_size": 224, "patch_size": 14})}
 # Widths and heights of three images.
 SIZES = ((131, 77), (64, 200), (301, 97))
 
 
-def write_model(name: str, directory: Path) -> torch.nn.Module:
-    """Write a model's directory; return the model of transformers."""
-    processor, vision = {**MODELS, **REFUSED}[name]
+def write_model(name: str, directory: Path, **text: Any) -> torch.nn.Module:
+    """Write a model's directory; return the model of transformers.
+
+    Args:
+        text: fields of the text config.
+    """
+    processor, vision = MODELS[name]
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = write_checkpoint(FAMILIES[processor], directory)
     row = tokenizer.token_to_id(FAMILIES[processor].row)
     known = json.loads((directory / "config.json").read_text())
     model = tiny_model(name, row, {"vocab_size": tokenizer.get_vocab_size(),
-                                   "max_position_embeddings": 2048}, **vision)
+                                   "max_position_embeddings": 2048, **text},
+                       {"projection_dim": 64, "hidden_size": 64} if "paligemma" in name else (),
+                       **vision)
     model.save_pretrained(directory)
     config = json.loads((directory / "config.json").read_text())
     assert config.get("image_token_id", config.get("image_token_index")) == row, known

@@ -65,6 +65,7 @@ def read_prompt(manifest: Manifest, root: Path, text: str | None, images: Sequen
                         f"without an image encoder; leave it out")
     for found, what in ((manifest.quantization, "quantized weights"),
                         (manifest.image.grid, "positions by axis"),
+                        (manifest.image.bidirectional, "images whose tokens see each other"),
                         (manifest.num_deep_embeds, "rows of deep layers")):
         if not found:
             continue

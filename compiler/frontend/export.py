@@ -120,6 +120,8 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
     parts = (DECODER, ENCODER) if config.is_encoder_decoder else (CAUSAL_LM,)
     with alone():
         masks = ImageMasks() if images is None else check_language_model(config, images)
+        if masks.kind and getattr(text_config(config), "use_bidirectional_attention", None) is True:
+            text_config(config).use_bidirectional_attention = False  # the ranges say it
         notes += _ignored_inputs(config, images is not None)
         complete, all_tensors = copy.deepcopy(config), tensors
         model = _empty_model(config, parts[0], trust_remote_code)

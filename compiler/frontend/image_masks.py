@@ -139,12 +139,12 @@ def _by_layer(model: Any, argument: str, row_token: int, kind: Bidirectional,
     for function, base in zip(run.functions, plain, strict=True):
         key = id(function), base
         if key not in known:
-            known[key] = _form(_seen(function, length), base, groups)
+            known[key] = form_of(_seen(function, length), base, groups)
         result.append(known[key])
     return result
 
 
-def _form(visible: np.ndarray, base: Visible, groups: np.ndarray) -> str:
+def form_of(visible: np.ndarray, base: Visible, groups: np.ndarray) -> str:
     """`Sdpa.bidirectional` of a mask.
 
     Args:

@@ -686,7 +686,8 @@ class InputProcessor:
         """Put items in place of their placeholders in a prompt."""
         processor = self.require_processor()
         if isinstance(prompt, str):
-            ids = self.tokenize(processor.expand_text(prompt, items), add_special_tokens)
+            ids = self.tokenize(processor.expand_text(prompt, items),
+                                add_special_tokens and processor.adds_special_tokens)
         else:
             ids = processor.expand_ids(read_token_ids(prompt, "the prompt"), items,
                                        lambda text: self.tokenize(text, add_special_tokens=False))
