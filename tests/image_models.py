@@ -26,6 +26,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl_moe": ("qwen3_vl", {"patch_size": 16, "deepstack_visual_indexes": [0, 1]}),
     "qwen3_5": ("qwen3_vl", {"patch_size": 16}),
 }
+# Fields of the whole config.
+WHOLES = {"gemma3": {"mm_tokens_per_image": 16},
+          **dict.fromkeys(("paligemma", "paligemma2"), {"projection_dim": 64, "hidden_size": 64})}
 # Widths and heights of three images.
 SIZES = ((131, 77), (64, 200), (301, 97))
 
@@ -43,8 +46,7 @@ def write_model(name: str, directory: Path, **text: Any) -> torch.nn.Module:
     known = json.loads((directory / "config.json").read_text())
     model = tiny_model(name, row, {"vocab_size": tokenizer.get_vocab_size(),
                                    "max_position_embeddings": 2048, **text},
-                       {"projection_dim": 64, "hidden_size": 64} if "paligemma" in name else (),
-                       **vision)
+                       WHOLES.get(name, {}), **vision)
     model.save_pretrained(directory)
     config = json.loads((directory / "config.json").read_text())
     assert config.get("image_token_id", config.get("image_token_index")) == row, known

@@ -21,7 +21,13 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from llmc.artifacts.manifest import Bidirectional
 from llmc.compiler.frontend.image import IMAGE
-from llmc.compiler.frontend.masks import MaskFunction, Visible, evaluate, visible_keys
+from llmc.compiler.frontend.masks import (
+    MaskFunction,
+    Visible,
+    evaluate_prompt,
+    largest_number,
+    visible_keys,
+)
 from llmc.compiler.frontend.parts import CAUSAL_LM, build, text_config, text_prefix
 from llmc.compiler.frontend.repeat import find_layers
 from llmc.compiler.frontend.trace import one_sequence_per_row, root_cause
@@ -59,11 +65,11 @@ class _Run:
     """What a run of the model gave.
 
     Args:
-        functions: of each layer's mask; None: another mask than transformers' interface makes.
+        functions: of each layer's mask.
         tables: token ids that tables of the language model but the token embedding read, by name.
     """
 
-    functions: list[MaskFunction | None] = field(default_factory=list)
+    functions: list[MaskFunction] = field(default_factory=list)
     tables: dict[str, np.ndarray] = field(default_factory=dict)
 
 
@@ -80,7 +86,7 @@ def image_masks(config: Any, row_token: int) -> ImageMasks:
     """
     config = copy.deepcopy(config)
     AttentionInterface.register(_MASKS, _unreached)
-    AttentionMaskInterface.register(_MASKS, _mask)
+    AttentionMaskInterface.register(_MASKS, functools.partial(_mask, []))
     for each in (config, *(getattr(config, name) for name in config.sub_configs
                            if getattr(config, name, None) is not None)):
         each._attn_implementation = _MASKS
@@ -111,20 +117,20 @@ def _find(model: Any, argument: str | None, row_token: int) -> ImageMasks:
     token_id = _table_id(found, types, row_token)
     if argument is None:
         return ImageMasks(token_id=token_id)
-    plain = [_base(function) for function in _run(
-        model, np.zeros_like(types), row_token, {}).functions]
+    longest = max(largest_number(function) for function in found.functions) + _SHORT
+    plain = [evaluate_prompt(function, longest + _SHORT) for function in _run(
+        model, np.zeros(longest + _SHORT, np.int64), row_token, {}).functions]
     kind: Bidirectional = "images"
     if argument == "token_type_ids":
         of_text = _run(model, types, row_token, {argument: np.zeros_like(types)})
         if any(_seen(function, length)[0, -1] for function in of_text.functions):
             kind = "prompt"
-    longest = max((base.window for base in plain), default=0)
-    by_layer = _by_layer(model, argument, row_token, kind, plain, longest + _SHORT)
+    by_layer = _by_layer(model, argument, row_token, kind, plain, longest)
     return ImageMasks(kind if any(by_layer) else None, by_layer if any(by_layer) else (), token_id)
 
 
 def _by_layer(model: Any, argument: str, row_token: int, kind: Bidirectional,
-              plain: Sequence[Visible], longest: int) -> list[str]:
+              plain: Sequence[Visible | None], longest: int) -> list[str]:
     """Find `Sdpa.bidirectional` of each layer, by an image of `longest` tokens and another one."""
     images = _images(longest)
     length = images[-1][1] + _TEXT
@@ -134,7 +140,7 @@ def _by_layer(model: Any, argument: str, row_token: int, kind: Bidirectional,
     given = types if kind == "images" else np.zeros_like(types)
     groups = groups if kind == "images" else np.zeros_like(groups)
     run = _run(model, types, row_token, {argument: given})
-    known: dict[tuple[int, Visible], str] = {}
+    known: dict[tuple[int, Visible | None], str] = {}
     result = []
     for function, base in zip(run.functions, plain, strict=True):
         key = id(function), base
@@ -144,17 +150,20 @@ def _by_layer(model: Any, argument: str, row_token: int, kind: Bidirectional,
     return result
 
 
-def form_of(visible: np.ndarray, base: Visible, groups: np.ndarray) -> str:
+def form_of(visible: np.ndarray, base: Visible | None, groups: np.ndarray) -> str:
     """`Sdpa.bidirectional` of a mask.
 
     Args:
         visible: bool [n, n], the keys that a query (axis 0) sees.
-        base: the mask of a prompt without images.
+        base: the mask of a prompt without images; None: `Visible` cannot express it.
         groups: int [n], number of each token's range; -1: none.
 
     Raises:
         LlmcError: there is none.
     """
+    if base is None:
+        raise LlmcError("its attention is neither full nor causal, with an optional window or "
+                        "chunks")
     query, key = np.ogrid[:len(groups), :len(groups)]
     causal = key <= query
     recent = key > query - (base.window or len(groups))
@@ -186,16 +195,8 @@ def _images(longest: int) -> tuple[tuple[int, int], tuple[int, int]]:
     return (_TEXT, _TEXT + longest), (second, second + _SHORT)
 
 
-def _base(function: MaskFunction | None) -> Visible:
-    if function is None:
-        raise LlmcError("its layers have masks that are not from transformers' mask interface")
-    return evaluate(function)
-
-
-def _seen(function: MaskFunction | None, length: int) -> np.ndarray:
+def _seen(function: MaskFunction, length: int) -> np.ndarray:
     """The mask of a prompt, bool [length, length]."""
-    if function is None:
-        raise LlmcError("its layers have masks that are not from transformers' mask interface")
     positions = torch.arange(length)
     return np.asarray(visible_keys(function, positions, positions).numpy())
 
@@ -219,13 +220,15 @@ def _run(model: Any, types: np.ndarray, row_token: int, given: Mapping[str, np.n
     name, layers = find_layers(model, CAUSAL_LM, count)
     other = 1 if row_token == 0 else 0
     ids = np.where(types == 1, row_token, other)
+    known = list[MaskFunction]()
+    AttentionMaskInterface.register(_MASKS, functools.partial(_mask, known))
     run, undo = _Run(), list[tuple[torch.nn.Module, Any]]()
 
     def reached(layer: torch.nn.Module, forward: Callable[..., Any], *args: Any, **named: Any) -> \
             Any:
         arguments = inspect.signature(forward).bind(*args, **named).arguments
         arguments |= arguments.get("kwargs", {})
-        run.functions.append(getattr(arguments.get("attention_mask"), "function", None))
+        run.functions.append(_function(known, arguments.get("attention_mask")))
         if len(run.functions) == len(layers):
             raise _Done
         return args[0] if args else named["hidden_states"]
@@ -265,11 +268,18 @@ def _without_memory(model: torch.nn.Module) -> None:
                     torch.zeros(()).expand(parameter.shape), requires_grad=False)
 
 
-def _mask(*sizes: object, mask_function: MaskFunction, **others: object) -> torch.Tensor:
-    """Mask function for transformers: a tensor that has the mask's function."""
-    mask = torch.zeros((1, 1, 1, 1), dtype=torch.bool)
-    mask.function = mask_function  # type: ignore[attr-defined]
-    return mask
+def _mask(known: list[MaskFunction], batch_size: int, q_length: int, kv_length: int,
+          mask_function: MaskFunction, **others: object) -> torch.Tensor:
+    """Mask function for transformers: a tensor of the number of the mask's function."""
+    known.append(mask_function)
+    return torch.full((1, 1, 1, 1), len(known) - 1).expand(batch_size, 1, q_length, kv_length)
+
+
+def _function(known: Sequence[MaskFunction], mask: object) -> MaskFunction:
+    """The function of a mask, whole or sliced."""
+    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.int64 or not mask.numel():
+        raise LlmcError("its layers have masks that are not from transformers' mask interface")
+    return known[int(mask.flatten()[0])]
 
 
 def _unreached(*args: object, **named: object) -> None:

@@ -86,6 +86,11 @@ def evaluate(function: MaskFunction, max_positions: int | None = None) -> Visibl
     return visible
 
 
+def evaluate_prompt(function: MaskFunction, length: int) -> Visible | None:
+    """Classify a mask function of one prompt's length; None if `Visible` cannot express it."""
+    return _check_rows(function, torch.arange(length - 1), torch.arange(length))
+
+
 def _check_rows(function: MaskFunction, queries: torch.Tensor, keys: torch.Tensor) -> \
         Visible | None:
     """Classify the mask of these queries; None if `Visible` cannot express it."""
@@ -141,6 +146,11 @@ def _parts(value: object) -> Iterator[object]:
         yield from value.__code__.co_consts
     elif isinstance(value, tuple | list):
         yield from value
+
+
+def largest_number(function: MaskFunction) -> int:
+    """The largest number of positions in a mask function."""
+    return max((n for n in _numbers(function, set()) if n <= _POSITIONS), default=0)
 
 
 def _numbers(value: object, known: set[int]) -> Iterator[int]:
