@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from image_models import images, write_model
-from test_images import GREEDY, assert_generates, prompts_of
+from image_models import GREEDY, assert_generates, images, prompts_of, write_model
 
 import llmc
 from llmc.runtime.core.input_embeds import InputEmbeds
