@@ -30,8 +30,6 @@ class CachedKeysAttention : public Plugin {
     read_cached(p_, op_, fields);
     p_.softcap = real(fields, "softcap");
     p_.chunk = integer(fields, "chunk");
-    p_.windowed_ranges =
-        ports_.bidirectional_ranges != ports_.kNone && integer(fields, "windowed_ranges") != 0;
     p_.out_scale_inverse = inverse_of(fields);
     out_scale_ = real(fields, "out_scale");
     if (p_.out_scale_inverse > 0 &&
@@ -45,6 +43,8 @@ class CachedKeysAttention : public Plugin {
     const std::string& op = op_;
     if (optional(in, ports_.rotary_positions) != nullptr)
       throw Error(op + " has no kernel for rotary_positions");
+    if (optional(in, ports_.bidirectional_ranges) != nullptr)
+      throw Error(op + " has no kernel for bidirectional_ranges");
     const Dims* table = optional(in, ports_.block_table);
     const int64_t heads = p_.reads ? p_.num_heads : p_.num_heads + 2ll * p_.num_kv_heads;
     std::vector<Dim> positions =  // of the tables
@@ -66,11 +66,6 @@ class CachedKeysAttention : public Plugin {
         (bias != nullptr || optional(in, ports_.distance_bias) != nullptr))
       throw Error(op_ + " with a bias does not support out_scale");
     if (factors != nullptr) expect(op + "'s query_scale", *factors, {(*factors)[0]});
-    if (const Dims* ranges = optional(in, ports_.bidirectional_ranges)) {
-      expect(op + "'s bidirectional_ranges", *ranges, {qkv[0], 2});
-      if (p_.chunk > 0 || bias != nullptr || optional(in, ports_.distance_bias) != nullptr)
-        throw Error(op + " does not support bidirectional_ranges with chunks or biases");
-    }
     if (bias != nullptr) positions.push_back((*bias)[1]);
     if (factors != nullptr) positions.push_back((*factors)[0]);
     expect_positions(op, positions, cache, table);
@@ -110,8 +105,6 @@ class CachedKeysAttention : public Plugin {
     p.v_norm = table_of(ports_.v_norm);
     p.sinks = table_of(ports_.sinks);
     p.query_scale = table_of(ports_.query_scale);
-    if (const Tensor* ranges = optional(in, ports_.bidirectional_ranges))
-      if (context.ranges) p.ranges = static_cast<const int32_t*>(ranges->data);
     p.num_tokens = static_cast<int>(in[0].shape[0]);
     p.batch = static_cast<int>(in[4].shape[0]);
     p.max_seq_len = static_cast<int>(in[1].shape[2]);
@@ -160,7 +153,6 @@ class CachedKeysAttention : public Plugin {
     if (decodes > 0) {
       kernels::AttentionParams half = p;
       half.decode = true;
-      half.ranges = nullptr;  // an engine computes a range's last token with the one before it
       half.several_rows = context.verifies;
       half.num_tokens = half.batch = decodes;
       half.appended = context.verifies && kernels::appends_rows(half);
@@ -184,7 +176,7 @@ class CachedKeysAttention : public Plugin {
     check(kernels::append(in[0].dtype, p, context.stream), op_.c_str());
     kernels::AttentionParams library = p;
     if (p.out_scale_inverse > 0) library.out = made;
-    if (context.attention != nullptr && p.ranges == nullptr &&
+    if (context.attention != nullptr &&
         context.attention->run(in[0].dtype, library, context.longest, context.reach,
                                context.stream)) {
       if (p.out_scale_inverse > 0) round_rows(in[0].dtype, made, p, context);
@@ -200,7 +192,6 @@ class CachedKeysAttention : public Plugin {
                   row = static_cast<int64_t>(p.num_heads) * p.head_dim;
     p.out = static_cast<char*>(p.out) + sequences * row * (p.out_scale_inverse > 0 ? 1 : element);
     p.qkv = static_cast<const char*>(p.qkv) + sequences * p.qkv_stride * element;
-    if (p.ranges != nullptr) p.ranges += 2ll * sequences;
     p.cu_seqlens += sequences;
     p.past_lens += sequences;
     p.first_token = sequences;

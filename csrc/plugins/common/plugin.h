@@ -229,7 +229,6 @@ struct Context {
   bool adapters = false;  // whether the step has LoRA adapters; then with a plan of their rows
   LoraPlan* lora_plan = nullptr;
   bool embeds = true;  // whether the step may have rows in place of token embeddings
-  bool ranges = true;  // whether tokens may have bidirectional ranges
   bool dense = false;  // every sequence has a new token, so num_tokens == batch means decoding
   Watcher watcher = nullptr;  // called with `user` by nodes that contain many ops; null: unused
   void* user = nullptr;
