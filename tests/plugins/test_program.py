@@ -718,7 +718,7 @@ def test_nodes_take_adapters_in_slots(slotted):
 @pytest.fixture
 def with_embeds(slotted):
     """A program whose embeddings may be replaced by rows of 8 numbers."""
-    ids, rows = slotted.add_input("embed_ids", "int32"), slotted.add_embeds(8)
+    ids, rows = slotted.add_input("embed_ids", "int32"), slotted.add_embeds("embeds", 8)
     x, y = (slotted.add_value("float32", [T, 8], offset, False) for offset in (0, 32))
     slotted.add_node("InputEmbeds", {}, [x, rows, ids], [y])
     slotted.set_logits(slotted.add_value("float32", [L, 16], 0, True), 8)
