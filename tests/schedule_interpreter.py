@@ -423,12 +423,12 @@ class Interpreter:
                 continue
             if (node.op == "InputEmbeds" and not len(step.embed_ids)) or \
                     (node.op == "AddEmbeds" and not len(step.deep_embeds)):
-                moved[node.outputs[0]] = node.inputs[0]
+                moved[node.outputs[0]] = moved.get(node.inputs[0], node.inputs[0])
                 continue
             if node.op == "Gather":
                 results = [read(node.inputs[0])[read(node.inputs[1])]]
                 if decode:
-                    moved[node.outputs[0]] = node.inputs[0]
+                    moved[node.outputs[0]] = moved.get(node.inputs[0], node.inputs[0])
             elif node.op == "Columns":
                 results = [read(node.inputs[0])[:, read(node.inputs[1])]]
             elif node.op == "Concat":
@@ -470,15 +470,22 @@ class Interpreters:
 
     def __init__(self, case: Path, limits: EngineLimits = LIMITS) -> None:
         count = read_manifest(case).tp_size
-        communicator = Communicator(count)
+        self.communicator = communicator = Communicator(count)
         self.limits = limits
         self.ranks = [Interpreter(case, rank, communicator, limits) for rank in range(count)]
         manifest = self.ranks[0].manifest
         self.images = None if manifest.image is None else ImageEncoder(manifest, case, 2)
 
     def _on_all(self, work: Callable[[Interpreter], Any]) -> list[Any]:
+        def guarded(rank: Interpreter) -> Any:
+            try:
+                return work(rank)
+            except BaseException:  # the others may wait for this rank
+                self.communicator.abort()
+                raise
+
         with ThreadPoolExecutor(len(self.ranks)) as threads:
-            return list(threads.map(work, self.ranks))
+            return list(threads.map(guarded, self.ranks))
 
     def compute(self, step: Step) -> np.ndarray:
         if self.images is not None:
