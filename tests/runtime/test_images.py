@@ -12,6 +12,8 @@ import llmc
 from llmc.artifacts.manifest import read_manifest
 from llmc.compiler.check.execute import run_chips
 from llmc.compiler.check.images import read_prompt
+from llmc.compiler.options import CompileOptions
+from llmc.compiler.preflight import About, check_model
 from llmc.runtime.engines import image_encoder
 
 COMMON = ("llava",)  # the others are thorough
@@ -118,11 +120,11 @@ def test_bad_input_is_named_and_leaves_other_prompts_alone(model, tmp_path):
 
 
 def test_the_language_model_alone_is_compiled_on_request(model, tmp_path):
-    hf = model[1].parent / "hf"
-    with pytest.raises(llmc.LlmcError, match="'LlavaForConditionalGeneration' takes images, which "
-                                             "target 'cuda' does not support"):
-        llmc.compile(hf, tmp_path / "case", target="cuda")
-    manifest = llmc.compile(hf, tmp_path / "case", language_model_only=True)
+    about = About({"model_type": "llava"}, {}, False, takes_images=True)
+    with pytest.raises(llmc.LlmcError, match="'llava' takes images, which target 'tensorrt' does "
+                                             "not support; compile with --target cpu or cuda"):
+        check_model(CompileOptions(target="tensorrt"), about)
+    manifest = llmc.compile(model[1].parent / "hf", tmp_path / "case", language_model_only=True)
     assert manifest.image is None and manifest.embeds_width is None
     with llmc.LLM(tmp_path / "case") as llm, \
             pytest.raises(llmc.LlmcError, match="takes neither images nor audio"):

@@ -883,7 +883,6 @@ OP = rounds_output(Op(
                               "key_bias", "query_scale"}),
     integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table", "rotary_positions",
                               "rotary_axes", "bidirectional_ranges"}),
-    coreless=frozenset({"rotary_positions", "rotary_axes", "bidirectional_ranges"}),
     cache_inputs=frozenset({"key_cache", "value_cache"}),
     core_most={"head_dim": 512},
     core_multiple={"head_dim": 8},
