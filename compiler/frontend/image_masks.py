@@ -159,7 +159,7 @@ def form_of(visible: np.ndarray, base: Visible | None, groups: np.ndarray) -> st
         groups: int [n], number of each token's range; -1: none.
 
     Raises:
-        LlmcError: there is none.
+        LlmcError: it is another one.
     """
     if base is None:
         raise LlmcError("its attention is neither full nor causal, with an optional window or "

@@ -1323,7 +1323,7 @@ def _rotary_positions(step_rows: abc.Sequence[_StepRow]) -> np.ndarray:
 
 
 def _bidirectional_ranges(step_rows: abc.Sequence[_StepRow]) -> np.ndarray:
-    """Ranges of a step's tokens; empty if there are none."""
+    """Ranges of a step's tokens; empty: none has one."""
     if not any(row.sequence.embeds is not None and row.past < row.sequence.embeds.last_range_end
                for row in step_rows):
         return np.empty((0, 2), np.int32)

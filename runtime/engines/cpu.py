@@ -456,7 +456,7 @@ class CpuEngine:
 
         A group is all sequences with one new token; or initial chunks of prompts in adjacent rows,
         with at most MAX_CHUNK tokens when padded; or a single later or longer chunk. A sequence
-        with bidirectional ranges is a group of its own.
+        with bidirectional ranges is a separate group.
         """
         alone = _have_ranges(step)
         if step.num_decode:
