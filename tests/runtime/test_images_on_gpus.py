@@ -87,3 +87,25 @@ def test_drafts_of_steps_in_flight_have_positions_after_the_images(by_axis):
         assert own.token_ids == other.token_ids
         assert [each.chosen for each in own.logprobs] == pytest.approx(
             [each.chosen for each in other.logprobs], abs=1e-4)
+
+
+@pytest.mark.thorough
+def test_the_engine_accepts_the_steps_of_bidirectional_ranges(extension, tmp_path, steps):
+    model = write_model("gemma3", tmp_path / "hf")
+    llmc.compile(tmp_path / "hf", tmp_path / "case", target="cuda", dtype="float32")
+    with interpreted(tmp_path / "case", SHORT_STEPS) as llm:
+        prompt = prompts_of(llm)[1]
+        completion, = llm.generate([prompt], GREEDY)
+        assert_generates(model, llm, prompt, completion)
+    manifest = read_manifest(tmp_path / "case")
+    program = build(extension, manifest, schedules_of(tmp_path / "case", 0))
+    step = next(own for own in steps if len(own.bidirectional_ranges))
+    rows = sum(count for *_, count in step.image_rows.tolist())
+    given = replace(step.without_images(),
+                    embeds=np.zeros((rows, manifest.embeds_width), np.float32))
+    program.check_step(LIMITS.num_blocks, *step_arrays(given))
+    beyond = given.bidirectional_ranges.copy()
+    beyond[beyond[:, 1] > 0, 1] = step.past_lens[0] + step.num_tokens + 1
+    with pytest.raises(RuntimeError, match="has the range .* expected one of its position"):
+        program.check_step(LIMITS.num_blocks,
+                           *step_arrays(replace(given, bidirectional_ranges=beyond)))
