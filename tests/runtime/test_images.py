@@ -118,9 +118,12 @@ def test_bad_input_is_named_and_leaves_other_prompts_alone(model, tmp_path):
                 ({"prompt": own, "images": [b"no picture"]}, "image 0: "),
                 ({"prompt": own, "images": [tmp_path / "absent.png"]}, "cannot be read"),
                 ({"prompt": "none", "images": images(1)}, "give one placeholder per item"),
-                ({"prompt": own, "audio": [b""]}, "takes no audio")):
+                ({"prompt": own, "audio": [b""]}, "takes no audio"),
+                ({"prompt": own, "videos": [images(2)]}, "has videos, which llmc does not")):
             with pytest.raises(llmc.LlmcError, match=message):
                 llm.generate([prompt, "fine"], GREEDY)
+        with pytest.raises(llmc.LlmcError, match="part 0 of message 0 is a video, which llmc does"):
+            llm.chat_prompt([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}])
         with pytest.raises(llmc.LlmcError, match="prompt_logprobs is given for a prompt with"):
             llm.generate(prompts_of(llm)[1], llmc.SamplingParams(prompt_logprobs=1))
         assert len(llm.generate("fine", GREEDY)[0].token_ids) == 10
