@@ -15,6 +15,7 @@ from PIL import Image
 from processor_checkpoints import FAMILIES, image_of, write_checkpoint
 
 import llmc
+from llmc.compiler.check.diff import diff
 
 # By model: the processor, fields of the vision config, and of the whole config.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -111,3 +112,16 @@ def prompts_of(llm):
     return [{"prompt": "hello there", "images": []},
             {"prompt": f"see {own} now", "images": images(1)},
             {"prompt": f"a {own} b {own} d {own} c", "images": images(3)}]
+
+
+def assert_image_diff(case, directory, rows="rows of image 1, deep layer 1"):
+    """`llmc diff --image` of a model whose original is beside its case; `rows` are compared, too.
+    """
+    pictures = [directory / f"{index}.png" for index in range(2)]
+    for picture, image in zip(pictures, images(2), strict=True):
+        image.save(picture)
+    report = diff(case, case.parent / "hf", images=pictures, tokens=0)  # one in a line
+    assert report.verdict is None, report
+    names = {own.name for own in report.layers if own.name.endswith("(images)")}
+    assert {"rows of image 0 (images)", f"{rows} (images)",
+            "hidden_states.0 (images)", "logits (images)"} <= names

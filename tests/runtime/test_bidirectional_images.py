@@ -2,7 +2,14 @@
 
 import numpy as np
 import pytest
-from image_models import GREEDY, assert_generates, images, prompts_of, write_model
+from image_models import (
+    GREEDY,
+    assert_generates,
+    assert_image_diff,
+    images,
+    prompts_of,
+    write_model,
+)
 
 import llmc
 from llmc.runtime.core.input_embeds import InputEmbeds
@@ -71,6 +78,10 @@ def test_a_step_that_is_too_short_for_an_image_is_an_error(model):
                                                  "step.*max_num_batched_tokens of at least"):
             llm.generate([prompt, "fine"], GREEDY)
         assert len(llm.generate("fine", GREEDY)[0].token_ids) == 10
+
+
+def test_diff_compares_images(model, tmp_path):
+    assert_image_diff(model[1], tmp_path, "rows of image 1")
 
 
 def embeds(*positions, keys=None):

@@ -6,12 +6,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from image_models import GREEDY, MODELS, assert_generates, images, prompts_of, write_model
+from image_models import (
+    GREEDY,
+    MODELS,
+    assert_generates,
+    assert_image_diff,
+    images,
+    prompts_of,
+    write_model,
+)
 
 import llmc
 from llmc.artifacts.manifest import read_manifest
 from llmc.compiler.check.execute import run_chips
-from llmc.compiler.check.images import read_prompt
 from llmc.compiler.options import CompileOptions
 from llmc.compiler.preflight import About, check_model
 from llmc.runtime.engines import image_encoder
@@ -111,9 +118,12 @@ def test_bad_input_is_named_and_leaves_other_prompts_alone(model, tmp_path):
                 ({"prompt": own, "images": [b"no picture"]}, "image 0: "),
                 ({"prompt": own, "images": [tmp_path / "absent.png"]}, "cannot be read"),
                 ({"prompt": "none", "images": images(1)}, "give one placeholder per item"),
-                ({"prompt": own, "audio": [b""]}, "takes no audio")):
+                ({"prompt": own, "audio": [b""]}, "takes no audio"),
+                ({"prompt": own, "videos": [images(2)]}, "has videos, which llmc does not")):
             with pytest.raises(llmc.LlmcError, match=message):
                 llm.generate([prompt, "fine"], GREEDY)
+        with pytest.raises(llmc.LlmcError, match="part 0 of message 0 is a video, which llmc does"):
+            llm.chat_prompt([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}])
         with pytest.raises(llmc.LlmcError, match="prompt_logprobs is given for a prompt with"):
             llm.generate(prompts_of(llm)[1], llmc.SamplingParams(prompt_logprobs=1))
         assert len(llm.generate("fine", GREEDY)[0].token_ids) == 10
@@ -181,8 +191,12 @@ def test_diff_runs_texts_alone(by_axis):
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0].numpy()
     assert np.abs(chip["logits"][:, :expected.shape[1]] - expected).max() < 1e-4
-    with pytest.raises(llmc.LlmcError, match="not supported for a model with positions by axis"):
-        read_prompt(manifest, case, None, [])
+
+
+def test_diff_compares_images(by_axis, tmp_path):
+    """Rows, also of deep layers, and layers at positions by axis."""
+    _, case = by_axis
+    assert_image_diff(case, tmp_path)
 
 
 def test_drafts_have_positions_after_the_images(by_axis):

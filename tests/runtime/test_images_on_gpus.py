@@ -5,11 +5,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from declared_programs import build, schedules_of
-from image_models import GREEDY, MODELS, assert_generates, prompts_of, write_model
-from schedule_interpreter import LIMITS, interpreted
+from image_models import (
+    GREEDY,
+    MODELS,
+    assert_generates,
+    assert_image_diff,
+    prompts_of,
+    write_model,
+)
+from schedule_interpreter import LIMITS, Interpreters, interpreted
 
 import llmc
 from llmc.artifacts.manifest import read_manifest
+from llmc.compiler.check import diff as diff_module
 from llmc.runtime.engines import host
 from llmc.runtime.engines.cuda import step_arrays
 
@@ -109,3 +117,12 @@ def test_the_engine_accepts_the_steps_of_bidirectional_ranges(extension, tmp_pat
     with pytest.raises(RuntimeError, match="has the range .* expected one of its position"):
         program.check_step(LIMITS.num_blocks,
                            *step_arrays(replace(given, bidirectional_ranges=beyond)))
+
+
+def test_diff_compares_images(by_axis, tmp_path, monkeypatch):
+    _, case = by_axis
+    monkeypatch.setattr(diff_module, "device_count", lambda: 8)
+    monkeypatch.setattr(diff_module, "GpuReplica",
+                        lambda manifest, case, placements, room: Interpreters(case))
+    monkeypatch.setattr(diff_module, "MAX_LOGITS", 50)  # a chunk ends within an image
+    assert_image_diff(case, tmp_path)
