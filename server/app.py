@@ -452,7 +452,7 @@ class Api:
         Args:
             request: the request.
             model: the model, which is not closed before the answer ends.
-            num_sequences: number of sequences, of which the model has a maximum.
+            num_sequences: number of sequences, counted by the admission gate.
             begin: returns the answer, or the events of a stream. Its argument is closed after the
                 last event.
 
