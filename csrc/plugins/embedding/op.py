@@ -121,13 +121,8 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
                 "lora_b": rng.standard_normal((3, 6)).astype(np.float32),
                 "lora_owner": np.array([0, 0, 1], np.int32),
                 "lora_ids": np.array([0, 1, -1, 0, 1, -1, 0], np.int32)}
-    slots = slot_inputs(rng, np.array([0, 1, -1, 0, 1, -1, 2]), 11, 6, [8, 16, 0])
     return [
         Sample({}, {"input_ids": ids, "table": table}),
-        Sample({"scale": 2.5}, {"input_ids": ids, "table": table, **positions, **slots}, 1e-5),
-        Sample({"vocab_start": 4, "vocab_sharded": 1}, {
-            "input_ids": ids, "table": table[4:9], **slots,
-            "lora_down": slots["lora_down"][..., 4:9]}, 1e-5),
         Sample({"scale": 2.5}, {"input_ids": ids, "table": table, **positions, **adapters}),
         Sample({"vocab_start": 4, "vocab_sharded": 1}, {
             "input_ids": ids, "table": table[4:9], **adapters,
@@ -138,10 +133,27 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
     ]
 
 
+def _in_slots(rng: np.random.Generator, sample: Sample) -> Sample:
+    """Return a sample with adapters in three slots; the last has rank 0."""
+    ids, table = sample.inputs["input_ids"], sample.inputs["table"]
+    slots = slot_inputs(rng, np.resize([0, 1, -1, 2], len(ids)), len(table),
+                        sample.fields.get("in_features", table.shape[1]), [8, 16, 0])
+    return Sample(sample.fields, {**sample.inputs, **slots}, max(sample.tolerance, 1e-5))
+
+
 def _adaptable(op: Op) -> Op:
-    """Return `op` with the inputs of adapters, of both forms."""
+    """Return `op` with the inputs of adapters, of both forms; its samples have them in rows."""
     inputs = (*ROW_INPUTS, "lora_ids", *SLOT_INPUTS)
-    return replace(op, inputs=(*op.inputs, *(f"{name}?" for name in inputs)),
+
+    def samples(rng: np.random.Generator) -> list[Sample]:
+        assert op.samples is not None
+        given = [*op.samples(rng)]
+        plain = [sample for sample in given if "lora_ids" not in sample.inputs]
+        kinds = {(sample.fields.get("weight_dtype"), sample.fields.get("vocab_sharded")): sample
+                 for sample in plain}
+        return [*given, *(_in_slots(rng, sample) for sample in kinds.values())]
+
+    return replace(op, samples=samples, inputs=(*op.inputs, *(f"{name}?" for name in inputs)),
                    integer_inputs=op.integer_inputs | {"lora_owner", "lora_ids", "lora_ranks"},
                    coreless=op.coreless | {*ROW_INPUTS})
 
