@@ -191,8 +191,17 @@ def describe_lora(graph: gs.Graph) -> tuple[LoraLayer, ...]:
             "" if source < 0 else tensor.origin.names[source].removesuffix(_WEIGHT)
             for source in tensor.origin.source.tolist()]),
         columns=_runs(tensor.origin.column, [""] * len(tensor.origin.column)),
-        dtype=cast(DTypeName, np.dtype(tensor.dtype).name) if tensor.slots else None)
+        dtype=cast(DTypeName, np.dtype(tensor.dtype).name) if tensor.slots else None,
+        scaled=tensor.origin.is_scaled)
         for tensor in graph.inputs if isinstance(tensor, LoraInput))
+
+
+def lora_scales(graph: gs.Graph) -> dict[str, Weight]:
+    """Return the weights of `LoraLayer.scales`, for `compile_adapter`."""
+    layers = {layer.name: layer for layer in describe_lora(graph)}
+    return {name: Weight.of(scale) for tensor in graph.inputs if isinstance(tensor, LoraInput)
+            and tensor.origin.is_scaled
+            for name, scale in zip(layers[tensor.layer].scales, tensor.origin.scales, strict=True)}
 
 
 def _rows(group: int) -> str:
