@@ -338,8 +338,9 @@ def _pooled(options: CompileOptions, about: About) -> str | None:
     if about.task == "generate":
         return None
     if not target_spec(options.target).pools:
+        poolers = " or ".join(name for name, target in TARGETS.items() if target.pools)
         return (f"task {about.task} is not supported by target '{options.target}'; compile with "
-                f"--target cpu or cuda")
+                f"--target {poolers}")
     for name, given in (("draft", options.draft), ("calibrate", options.calibrate),
                         ("quantize_lm_head", options.quantize_lm_head),
                         ("mem_max_seq_len", options.mem_max_seq_len)):

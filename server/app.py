@@ -30,6 +30,7 @@ from starlette.types import Receive, Scope, Send
 
 from llmc import __version__
 from llmc.errors import LlmcError, shortened
+from llmc.runtime.core.adapters import base_of
 from llmc.runtime.core.transcription import Transcription
 from llmc.runtime.prompts import MediaPrompt
 from llmc.runtime.sampling.sampler import NonFiniteLogits
@@ -187,6 +188,7 @@ class Api:
                             *(LORA_UPDATES if lora_updates else ()))
         self._access = access or Access()
         self._responses = responses or ResponseStore(0, 1)
+        self._lora_updates = asyncio.Lock()
         self._gates = {model.name: AdmissionGate.of(limits, model.llm.max_num_seqs)
                        for model in models}
         self._metrics = Metrics({
@@ -321,22 +323,44 @@ class Api:
         return JSONResponse(_described(model, model.adapter_of(name)))
 
     async def load_lora_adapter(self, request: Request) -> Response:
-        model, body = await self._read(request, LoadAdapterRequest)
-        if body.lora_name in self.served:
-            raise ApiError(f"lora_name '{shortened(body.lora_name)}' is the name of the model; "
-                           f"give another", param="lora_name")
-        await asyncio.to_thread(model.llm.load_adapter, body.lora_name, body.lora_path)
-        LOGGER.info("loaded an adapter", extra={"fields": {"adapter": body.lora_name}})
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+        body = await self._read_body(request, LoadAdapterRequest)
+        name, wrong = body.lora_name, f"lora_name '{shortened(body.lora_name)}' is"
+        async with self._lora_updates:  # a name is that of one adapter, whatever its model
+            model = await self._base_of(request, body)
+            owner = self._owner(name)
+            if name in self.served:
+                raise ApiError(f"{wrong} the name of the model; give another", param="lora_name")
+            if owner is not None and owner is not model:
+                raise ApiError(f"{wrong} the name of an adapter of '{owner.name}'; give another",
+                               param="lora_name")
+            await asyncio.to_thread(model.llm.load_adapter, name, body.lora_path)
+        LOGGER.info("loaded an adapter", extra={"fields": {
+            "adapter": name, "model": model.name}})
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload_lora_adapter(self, request: Request) -> Response:
-        model, body = await self._read(request, UnloadAdapterRequest)
-        if body.lora_name not in model.llm.adapters:
-            raise ApiError(f"there is no adapter '{shortened(body.lora_name)}'", 404,
-                           param="lora_name")
-        await asyncio.to_thread(model.llm.unload_adapter, body.lora_name)
-        LOGGER.info("unloaded an adapter", extra={"fields": {"adapter": body.lora_name}})
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+        body = await self._read_body(request, UnloadAdapterRequest)
+        name, model = body.lora_name, self._owner(body.lora_name)
+        if model is None or body.model not in (None, model.name):
+            raise ApiError(f"there is no adapter '{shortened(name)}'", 404, param="lora_name")
+        request.scope["llmc.model"] = model
+        await asyncio.to_thread(model.llm.unload_adapter, name)
+        LOGGER.info("unloaded an adapter", extra={"fields": {
+            "adapter": name, "model": model.name}})
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    def _owner(self, adapter: str) -> Model | None:
+        """Return the model that an adapter is loaded for."""
+        return next((own for own in self.served.values() if adapter in own.llm.adapters), None)
+
+    async def _base_of(self, request: Request, body: LoadAdapterRequest) -> Model:
+        """Return the model that the request names, or that its adapter was compiled for."""
+        if body.model is not None or len(self.served) == 1:
+            return self._model_of(request, body.model)
+        bases = {name: model.llm.adapter_base for name, model in self.served.items()
+                 if model.llm.adapter_base}
+        found = await asyncio.to_thread(base_of, body.lora_name, body.lora_path, bases)
+        return self._model_of(request, found)
 
     async def health(self, request: Request) -> Response:
         try:
@@ -489,12 +513,16 @@ class Api:
 
     async def _read(self, request: Request, kind: type[_Kind]) -> tuple[Model, _Kind]:
         """Read a request's body, and return the model that it names."""
+        body = await self._read_body(request, kind)
+        return self._model_of(request, body.model), body
+
+    async def _read_body(self, request: Request, kind: type[_Kind]) -> _Kind:
         raw = await self._receive(request)
         await next(iter(self.served.values())).offload.check_body(raw)
         body = kind.read(raw)
         if body.ignored:
             note(request.scope, ignored=body.ignored)
-        return self._model_of(request, body.model), body
+        return body
 
     def _model_of(self, request: Request, name: str | None) -> Model:
         """Return the model that a request names, or whose adapter it names.
@@ -506,7 +534,9 @@ class Api:
         model = models[0] if len(models) == 1 else next(
             (own for own in models if name == own.name or name in own.llm.adapters), None)
         if model is None:
+            adapters = sum(len(own.llm.adapters) for own in models)
             names = ", ".join(f"'{own}'" for own in self.served)
+            names += f" and {adapters} adapters" if adapters else ""
             if name is None:
                 raise ApiError(f"the request names no model; this server has {names}: give one of "
                                f"them", param="model")
