@@ -62,6 +62,7 @@ from llmc.compiler.graph.elementary import sinusoidal_positions
 from llmc.compiler.graph.rewrite import is_op
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.weights import Weight
+from llmc.compiler.options import LANGUAGE_MODEL_ONLY
 from llmc.errors import LlmcError
 from llmc.runtime.multimodal.processor import ProcessorDescription
 
@@ -176,8 +177,8 @@ def _mark_bidirectional(graph: gs.Graph, masks: ImageMasks, origin: str) -> None
     for layer, kind in enumerate(masks.by_layer):
         if kind and layer not in nodes:
             raise LlmcError(f"tokens of an image see each other in layer {layer} of '{origin}', "
-                            f"which bypasses transformers' attention interface; compile with "
-                            f"--language_model_only")
+                            f"which bypasses transformers' attention interface; "
+                            f"{LANGUAGE_MODEL_ONLY}")
         if kind:
             nodes[layer].attrs["bidirectional"] = kind
 

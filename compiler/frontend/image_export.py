@@ -17,6 +17,7 @@ from llmc.compiler.frontend.parts import build
 from llmc.compiler.frontend.raw import RawImageEncoder
 from llmc.compiler.frontend.trace import to_graph
 from llmc.compiler.graph.weights import Weight
+from llmc.compiler.options import LANGUAGE_MODEL_ONLY
 from llmc.errors import LlmcError
 from llmc.runtime.multimodal.images import import_pillow
 from llmc.runtime.multimodal.items import MediaItem
@@ -66,8 +67,7 @@ def check_language_model(config: Any, description: ProcessorDescription) -> Imag
     row_token = description.image.row_token_id
     if row_token is None:
         raise LlmcError(f"'{config.model_type}' has cross-attention to images, which llmc does not "
-                        f"support with images; compile the language model alone with "
-                        f"--language_model_only")
+                        f"support with images; {LANGUAGE_MODEL_ONLY}")
     return image_masks(config, row_token)
 
 
