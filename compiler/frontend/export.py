@@ -34,7 +34,7 @@ from llmc.compiler.frontend.convolutions import feature_rows, reads_features
 from llmc.compiler.frontend.deep_embeds import mark_deep_embeds
 from llmc.compiler.frontend.features import check_features
 from llmc.compiler.frontend.image_export import check_language_model, export_image
-from llmc.compiler.frontend.image_masks import ImageMasks
+from llmc.compiler.frontend.image_masks import ImageMasks, image_masks
 from llmc.compiler.frontend.mtp import export_mtp
 from llmc.compiler.frontend.parts import (
     ATTENTION,
@@ -121,8 +121,10 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
     parts = (DECODER, ENCODER) if config.is_encoder_decoder else (CAUSAL_LM,)
     with alone():
         masks = ImageMasks() if images is None else check_language_model(config, images)
-        if masks.kind and getattr(text_config(config), "use_bidirectional_attention", None) is True:
-            text_config(config).use_bidirectional_attention = False  # the ranges say it
+        text = text_config(config)
+        if text is not config and getattr(text, "use_bidirectional_attention", None) is True \
+                and (masks.kind or image_masks(config, 0).kind):
+            text.use_bidirectional_attention = False  # only the ranges of images are
         notes += _ignored_inputs(config, images is not None)
         complete, all_tensors = copy.deepcopy(config), tensors
         model = _empty_model(config, parts[0], trust_remote_code)
