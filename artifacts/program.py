@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from llmc import plugins
 from llmc.artifacts.case_files import read_bounded
 from llmc.artifacts.manifest import (
+    BIDIRECTIONAL_RANGES,
     DEEP_EMBEDS_PREFIX,
     DRAFT_TOKEN_IDS,
     DTYPE_BYTES,
@@ -159,7 +160,8 @@ class ProgramTensor(_Frozen):
                 self.shape[0] == rows and isinstance(self.shape[1], int)
         known: dict[str, tuple[str, plugins.Shape]] = {
             **ENGINE_INPUTS, MEMORY_ROWS: ("int64", ("num_tokens",)),
-            ROTARY_POSITIONS: ("int32", ("num_tokens", AXES))}
+            ROTARY_POSITIONS: ("int32", ("num_tokens", AXES)),
+            BIDIRECTIONAL_RANGES: ("int32", ("num_tokens", 2))}
         if self.name not in known:
             return False
         dtype, shape = known[self.name]
@@ -283,7 +285,7 @@ class Program(_Frozen):
                              f"num_logits rows")
         mismatch = {*self.named("input")} - (
             {*ENCODER_INPUTS, MEMORY_ROWS} if self.of_encoder else
-            {*ENGINE_INPUTS, ROTARY_POSITIONS,
+            {*ENGINE_INPUTS, ROTARY_POSITIONS, BIDIRECTIONAL_RANGES,
              *(tensor.name for tensor in self.tensors if tensor.is_embeds)})
         if self.of_encoder:
             mismatch |= {*self.named("cache", "state")}

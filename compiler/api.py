@@ -224,7 +224,8 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
             if draft and raw.draft else {}
         image = lowered.image if rank == 0 else None
         if image is not None and raw.image is not None:
-            others["image"] = ImageEncoder(image, raw.image.computed, raw.image.grid)
+            others["image"] = ImageEncoder(image, raw.image.computed, raw.image.grid,
+                                           raw.image.bidirectional, raw.image.token_id)
         chip, written = backend(target.kind).emit(graph, rank, directory, options, *encoder,
                                                   **others)
         forms = weight_forms([graph, *encoder, *draft])

@@ -386,6 +386,9 @@ class Interpreter:
                      for index, rows in enumerate(step.deep_embeds)},
                   "rotary_positions": step.rotary_positions if len(step.rotary_positions)
                   else np.repeat(step.position_ids[:, None], 3, axis=1),
+                  "bidirectional_ranges": step.bidirectional_ranges
+                  if len(step.bidirectional_ranges)
+                  else np.zeros((len(step.token_ids), 2), np.int32),
                   "token_type_ids": step.token_type_ids if len(step.token_type_ids)
                   else np.zeros_like(step.token_ids), **inputs}
         if self.states and not any(schedule is own for own in self.drafts):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,8 @@ import torch
 from llmc.artifacts.manifest import PositionGrid
 from llmc.compiler.frontend.bind import Checkpoint, attach_weights
 from llmc.compiler.frontend.image import IMAGE, trace_image
-from llmc.compiler.frontend.parts import build, text_config
+from llmc.compiler.frontend.image_masks import ImageMasks, image_masks
+from llmc.compiler.frontend.parts import build
 from llmc.compiler.frontend.raw import RawImageEncoder
 from llmc.compiler.frontend.trace import to_graph
 from llmc.compiler.graph.weights import Weight
@@ -30,7 +30,7 @@ _SIZES = ((800, 600), (350, 900), (1200, 300), (96, 64))
 
 def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
                  description: ProcessorDescription, names: dict[int, str],
-                 grid: PositionGrid | None) -> RawImageEncoder:
+                 grid: PositionGrid | None, masks: ImageMasks) -> RawImageEncoder:
     """Export the image encoder of a checkpoint.
 
     Args:
@@ -40,6 +40,7 @@ def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
         description: its processor.
         names: names of weights by identity, see `attach_weights`.
         grid: positions of its rows, see `RawImageEncoder`.
+        masks: of the language model.
 
     Raises:
         LlmcError: the encoder cannot be exported, or a tensor is missing or has another shape.
@@ -53,28 +54,21 @@ def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
     graph = to_graph(proto, checkpoint.spelled & model.state_dict().keys())
     attach_weights(graph, model, checkpoint, origin, names)
     _name_sizes(graph)
-    return RawImageEncoder(graph, computed, grid)
+    return RawImageEncoder(graph, computed, grid, masks.kind, masks.token_id)
 
 
-def check_language_model(config: Any, description: ProcessorDescription) -> None:
-    """Reject language models that use the rows of images otherwise than as embeddings.
+def check_language_model(config: Any, description: ProcessorDescription) -> ImageMasks:
+    """Determine how a language model reads images besides their rows.
 
     Raises:
         LlmcError: names what is not supported.
     """
-    with torch.device("meta"):
-        model = build(copy.deepcopy(config), IMAGE, False)
-    text = text_config(config)
-    overlay = "block_sequence_ids" in inspect.getsource(inspect.getmodule(type(model)) or model)
     assert description.image is not None
-    for found, words in (
-            (description.image.prompt.row_token is None, "cross-attention to images"),
-            (overlay and getattr(text, "use_bidirectional_attention", False) is not None,
-             "tokens of an image that see each other"),
-            (getattr(text, "hidden_size_per_layer_input", 0), "per-layer inputs of token ids")):
-        if found:
-            raise LlmcError(f"'{config.model_type}' has {words}, which llmc does not support with "
-                            f"images; {LANGUAGE_MODEL_ONLY}")
+    row_token = description.image.row_token_id
+    if row_token is None:
+        raise LlmcError(f"'{config.model_type}' has cross-attention to images, which llmc does not "
+                        f"support with images; {LANGUAGE_MODEL_ONLY}")
+    return image_masks(config, row_token)
 
 
 def _samples(processor: Processor) -> Sequence[MediaItem]:

@@ -13,7 +13,7 @@ from typing import Protocol, cast
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.manifest import Chip, FileEntry, PositionGrid, Target
+from llmc.artifacts.manifest import Bidirectional, Chip, FileEntry, PositionGrid, Target
 from llmc.artifacts.vision_input import VisionInput
 from llmc.compiler.options import CompileOptions
 from llmc.targets import target_spec
@@ -41,6 +41,8 @@ class ImageEncoder:
     graph: gs.Graph
     computed: tuple[VisionInput, ...]
     grid: PositionGrid | None
+    bidirectional: Bidirectional | None
+    token_id: int | None
 
 
 class Backend(Protocol):

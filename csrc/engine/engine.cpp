@@ -152,6 +152,7 @@ void Engine::place_tensors() {
   input(inputs_.features, kFeatures);
   input(inputs_.embed_ids, kEmbedIds);
   input(inputs_.rotary_positions, kRotaryPositions);
+  input(inputs_.ranges, kBidirectionalRanges);
   for (int i = 0; i < limits.num_deep_embeds; ++i)
     input(inputs_.deep_embeds.emplace_back(), (kDeepEmbeds + std::to_string(i)).c_str());
 }
@@ -320,6 +321,7 @@ void Engine::enqueue(const Pass& pass, const Step& step) {
   context.adapters = step.adapters;
   context.embeds = step.embeds;
   context.deep_embeds = step.deep_embeds;
+  context.ranges = step.ranges;
   if (lora_plan_ != nullptr) lora_plan_->begin_step();
   context.lora_plan = lora_plan_.get();
   context.watcher = watcher_;
@@ -693,6 +695,8 @@ int64_t Engine::submit(const StepInputs& inputs) {
     const int64_t embeds = packed.add(inputs.embeds.data, inputs.embeds.size);
     const int64_t deep_embeds = packed.add(inputs.deep_embeds.data, inputs.deep_embeds.size);
     const int64_t embed_ids = packed.add(inputs.embed_ids.data, inputs.embed_ids.size);
+    const int64_t ranges =
+        packed.add(inputs.bidirectional_ranges.data, inputs.bidirectional_ranges.size);
     const int64_t scores[] = {packed.add(scored),
                               packed.add(inputs.scored_targets.data, inputs.scored_targets.size),
                               packed.add(inputs.scored_counts.data, inputs.scored_counts.size)};
@@ -726,9 +730,14 @@ int64_t Engine::submit(const StepInputs& inputs) {
     if (step.embeds)
       take_embeds(inputs, at<int32_t>(received, embed_ids), at<float>(received, embeds),
                   at<float>(received, deep_embeds));
+    if (step.ranges)
+      check(kernels::transfer(inputs_.ranges, received + ranges,
+                              inputs.bidirectional_ranges.bytes(), stream_.handle),
+            "copying bidirectional ranges");
     run(model_, step);
     if (adapters) check(cudaEventRecord(adapters_used_.handle, stream_.handle), "an event");
-    step.adapters = step.embeds = step.deep_embeds = false;  // a draft model takes none
+    step.adapters = step.embeds = step.deep_embeds = step.ranges =
+        false;  // a draft model takes none
     ticket.results = {};
     if (program_.pools()) {
       if (inputs.sample.size > 0) pool(ticket, step);

@@ -125,7 +125,7 @@ class Engine {
   struct Inputs {
     int64_t *input_ids, *position_ids, *logits_indices, *memory_rows, *token_type_ids;
     int32_t *cu_seqlens, *past_lens, *block_table, *state_slots, *commit_lens, *memory_starts,
-        *memory_lens, *lora_ids, *lora_logits_ids, *embed_ids, *rotary_positions;
+        *memory_lens, *lora_ids, *lora_logits_ids, *embed_ids, *rotary_positions, *ranges;
     char *embeds, *features;
     std::vector<char*> deep_embeds;
   };

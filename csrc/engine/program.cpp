@@ -32,6 +32,7 @@ const std::map<std::string, InputType>& input_types() {
       {kLoraIds, {DType::kInt32, kNumTokens, true, false}},
       {kEmbedIds, {DType::kInt32, kNumTokens, true, false}},
       {kRotaryPositions, {DType::kInt32, kNumTokens, true, false}},
+      {kBidirectionalRanges, {DType::kInt32, kNumTokens, true, false}},
       {kLoraLogitsIds, {DType::kInt32, kNumLogits, true, false}}};
   return types;
 }
@@ -61,7 +62,8 @@ bool is_of_step(const Port& port) {
 bool is_of_draft(const std::string& input) {
   return input != kStateSlots && input != kMemoryStarts && input != kMemoryLens &&
          input != kLoraIds && input != kLoraLogitsIds && input != kTokenTypeIds &&
-         input != kEmbedIds && input != kRotaryPositions && !is_embeds(input);
+         input != kEmbedIds && input != kRotaryPositions && input != kBidirectionalRanges &&
+         !is_embeds(input);
 }
 
 // Whether the port takes what Program::add_adapters() declares.
@@ -153,6 +155,7 @@ int Program::add_input(const std::string& name, DType dtype) {
   Shape shape{found->second.size};
   if (name == kBlockTable) shape.push_back(limits_.max_blocks());
   if (name == kRotaryPositions) shape.push_back(kernels::kRotaryAxes), limits_.has_axes = true;
+  if (name == kBidirectionalRanges) shape.push_back(2), limits_.has_ranges = true;
   return inputs_[name] = declare({Kind::kInput, dtype, shape, name});
 }
 

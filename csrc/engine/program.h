@@ -23,7 +23,8 @@ inline constexpr const char *kBlockTable = "block_table", *kStateSlots = "state_
                             *kLoraIds = "lora_ids", *kLoraLogitsIds = "lora_logits_ids",
                             *kTokenTypeIds = "token_type_ids", *kEmbeds = "embeds",
                             *kEmbedIds = "embed_ids", *kFeatures = "input_features",
-                            *kRotaryPositions = "rotary_positions";
+                            *kRotaryPositions = "rotary_positions",
+                            *kBidirectionalRanges = "bidirectional_ranges";
 // Rows that are added to hidden states: deep_embeds_0 and so on.
 inline constexpr const char* kDeepEmbeds = "deep_embeds_";
 constexpr int kMaxDeepEmbeds = 64;

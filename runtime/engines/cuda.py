@@ -545,7 +545,8 @@ def step_arrays(step: Step, mem_max_seq_len: int = 0, states: StateSlots | None 
             -1 if step.propose is None else step.propose, step.unread,
             step.lora_ids if len(step.adapters) else _NONE, step.token_type_ids,
             step.embeds.reshape(-1), step.embed_ids, step.deep_embeds.reshape(-1),
-            step.rotary_positions.reshape(-1), *admit.arrays())
+            step.rotary_positions.reshape(-1), step.bidirectional_ranges.reshape(-1),
+            *admit.arrays())
 
 
 def encoder_arrays(prompts: Sequence[EncoderInput], dtype: str) -> tuple[np.ndarray, np.ndarray]:

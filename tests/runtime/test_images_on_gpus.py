@@ -22,7 +22,9 @@ from llmc.runtime.engines import host
 from llmc.runtime.engines.cuda import step_arrays
 
 COMMON = ("llava", 1)  # the others are thorough
-# Chunks end within images.
+# Tokens of a step for prompts whose tokens all see each other.
+STEPS = {"paligemma": 80, "paligemma2": 80}
+# Chunks end within images, unless their tokens see each other.
 SHORT_STEPS = replace(LIMITS, max_tokens=24, max_slots=4)
 AHEAD = replace(SHORT_STEPS, ahead=2, max_drafts=15, proposes=True, prompt_lookup=True,
                 drafts_ahead=True)
@@ -37,7 +39,8 @@ def test_families_generate_as_transformers(name, tp_size, tmp_path):
     model = write_model(name, tmp_path / "hf")
     llmc.compile(tmp_path / "hf", tmp_path / "case", tp_size=tp_size, target="cuda",
                  dtype="float32")
-    with interpreted(tmp_path / "case", SHORT_STEPS) as llm:
+    with interpreted(tmp_path / "case", replace(
+            SHORT_STEPS, max_tokens=STEPS.get(name, SHORT_STEPS.max_tokens))) as llm:
         prompts = prompts_of(llm)
         for prompt, completion in zip(prompts, llm.generate(prompts, GREEDY), strict=True):
             assert_generates(model, llm, prompt, completion)
@@ -92,6 +95,28 @@ def test_drafts_of_steps_in_flight_have_positions_after_the_images(by_axis):
         assert own.token_ids == other.token_ids
         assert [each.chosen for each in own.logprobs] == pytest.approx(
             [each.chosen for each in other.logprobs], abs=1e-4)
+
+
+@pytest.mark.thorough
+def test_the_engine_accepts_the_steps_of_bidirectional_ranges(extension, tmp_path, steps):
+    model = write_model("gemma3", tmp_path / "hf")
+    llmc.compile(tmp_path / "hf", tmp_path / "case", target="cuda", dtype="float32")
+    with interpreted(tmp_path / "case", SHORT_STEPS) as llm:
+        prompt = prompts_of(llm)[1]
+        completion, = llm.generate([prompt], GREEDY)
+        assert_generates(model, llm, prompt, completion)
+    manifest = read_manifest(tmp_path / "case")
+    program = build(extension, manifest, schedules_of(tmp_path / "case", 0))
+    step = next(own for own in steps if len(own.bidirectional_ranges))
+    rows = sum(count for *_, count in step.image_rows.tolist())
+    given = replace(step.without_images(),
+                    embeds=np.zeros((rows, manifest.embeds_width), np.float32))
+    program.check_step(LIMITS.num_blocks, *step_arrays(given))
+    beyond = given.bidirectional_ranges.copy()
+    beyond[beyond[:, 1] > 0, 1] = step.past_lens[0] + step.num_tokens + 1
+    with pytest.raises(RuntimeError, match="has the range .* expected one of its position"):
+        program.check_step(LIMITS.num_blocks,
+                           *step_arrays(replace(given, bidirectional_ranges=beyond)))
 
 
 def test_diff_compares_images(by_axis, tmp_path, monkeypatch):
