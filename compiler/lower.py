@@ -20,6 +20,7 @@ import onnx_graphsurgeon as gs
 from llmc.artifacts.manifest import Dims, DraftInfo, EncoderInfo, PoolingInfo
 from llmc.compiler.dims import describe_draft, describe_encoder, describe_model, describe_pooled
 from llmc.compiler.frontend.raw import RawModel
+from llmc.compiler.graph.image_samples import settle_sizes
 from llmc.compiler.graph.notes import VocabularySize
 from llmc.compiler.graph.rewrite import (
     Report,
@@ -52,7 +53,11 @@ from llmc.compiler.passes.fold import fold
 from llmc.compiler.passes.gate import gate
 from llmc.compiler.passes.gemm import activation, gated_mlp, gemm, residual
 from llmc.compiler.passes.groups import groups
+from llmc.compiler.passes.image_attention import image_attention
+from llmc.compiler.passes.image_patches import image_patches
+from llmc.compiler.passes.image_rows import image_rows
 from llmc.compiler.passes.input_embeds import input_embeds, require_one_reader
+from llmc.compiler.passes.layer_scale import layer_scale
 from llmc.compiler.passes.lora import lora, name_origins
 from llmc.compiler.passes.norm import add_norm, norm
 from llmc.compiler.passes.norm_gate import norm_gate
@@ -222,7 +227,19 @@ PASSES: tuple[Step, ...] = (
     GraphPass("narrow_indices", narrow_indices, _narrow),
 )
 # Passes over the image encoder, which reads no tokens.
-IMAGE_PASSES: tuple[GraphPass, ...] = (GraphPass("fold", fold),)
+IMAGE_PASSES: tuple[GraphPass, ...] = (
+    GraphPass("fold", fold),
+    GraphPass("patches", image_patches),
+    GraphPass("norm", norm),
+    GraphPass("gemm", gemm),
+    GraphPass("rows", image_rows),      # after both, whose ops work on rows
+    GraphPass("layer_scale", layer_scale),
+    GraphPass("attention", image_attention),  # its borders are rows
+    GraphPass("gated_mlp", gated_mlp),  # as in PASSES from here on
+    GraphPass("activation", activation),
+    GraphPass("residual", residual),
+    GraphPass("add_norm", add_norm),
+)
 _FUSE = PASSES[:next(i for i, step in enumerate(PASSES) if isinstance(step, Partition))]
 
 
@@ -364,14 +381,26 @@ def lower_image(lowered: Lowered, raw: RawModel) -> Lowered:
     if raw.image is None:
         return lowered
     graph, reports = raw.image.graph, list(lowered.reports)
+    reports += fuse_image(graph, replace(lowered.settings, image_samples=raw.image.samples))
+    name_image_weights([lowered.graphs[0], *(lowered.drafts[0] if lowered.drafts else [])], graph)
+    return replace(lowered, image=graph, reports=reports)
+
+
+def fuse_image(graph: gs.Graph, settings: Settings) -> list[Report]:
+    """Run the passes over an image encoder's graph.
+
+    Returns:
+        Their reports.
+    """
+    reports: list[Report] = []
+    settle_sizes(graph, settings.image_samples)
     tidy(graph)
     for step in IMAGE_PASSES:
         reports.append(Report(f"image.{step.name}", step.run, "image"))
-        step.run(graph, lowered.settings, reports[-1])
+        step.run(graph, settings, reports[-1])
         tidy(graph)
         verify(graph, f"image.{step.name}")
-    name_image_weights([lowered.graphs[0], *(lowered.drafts[0] if lowered.drafts else [])], graph)
-    return replace(lowered, image=graph, reports=reports)
+    return reports
 
 
 def run_pass(step: Step, ranks: list[list[gs.Graph]], settings: Settings,

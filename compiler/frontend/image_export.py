@@ -16,6 +16,7 @@ from llmc.compiler.frontend.image import IMAGE, trace_image
 from llmc.compiler.frontend.parts import build, text_config
 from llmc.compiler.frontend.raw import RawImageEncoder
 from llmc.compiler.frontend.trace import to_graph
+from llmc.compiler.graph.image_samples import ImageSample
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 from llmc.runtime.multimodal.images import import_pillow
@@ -44,15 +45,16 @@ def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
         LlmcError: the encoder cannot be exported, or a tensor is missing or has another shape.
     """
     samples = _samples(Processor(description))
-    proto, computed = trace_image(copy.deepcopy(config), [item.arrays for item in samples],
-                                  [item.num_rows for item in samples])
+    traced = trace_image(copy.deepcopy(config), [item.arrays for item in samples],
+                         [item.num_rows for item in samples])
     with torch.device("meta"):
         model = build(copy.deepcopy(config), IMAGE, False)
     checkpoint = Checkpoint(model, tensors)
-    graph = to_graph(proto, checkpoint.spelled & model.state_dict().keys())
+    graph = to_graph(traced.proto, checkpoint.spelled & model.state_dict().keys())
     attach_weights(graph, model, checkpoint, origin, names)
+    inputs = tuple(ImageSample.of(arrays, graph.inputs) for arrays in traced.inputs)
     _name_sizes(graph)
-    return RawImageEncoder(graph, computed, grid)
+    return RawImageEncoder(graph, traced.computed, grid, inputs)
 
 
 def check_language_model(config: Any, description: ProcessorDescription) -> None:

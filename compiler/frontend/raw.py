@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from llmc.artifacts.manifest import DraftChain, DraftKind, FeatureRows, PositionGrid
 from llmc.artifacts.vision_input import VisionInput
 from llmc.compiler.frontend.origin import Origin
+from llmc.compiler.graph.image_samples import ImageSample
 from llmc.compiler.graph.weights import Weight
 from llmc.runtime.multimodal.processor import ProcessorDescription
 
@@ -88,11 +89,13 @@ class RawImageEncoder:
         computed: how inputs are computed from the image's grid.
         grid: positions of its rows by axis, which the language model then takes as
             `POSITION_IDS`; None: it has one position of each token.
+        samples: its inputs for images of several sizes.
     """
 
     graph: gs.Graph
     computed: tuple[VisionInput, ...] = ()
     grid: PositionGrid | None = None
+    samples: tuple[ImageSample, ...] = ()
 
 
 @dataclass(frozen=True)
