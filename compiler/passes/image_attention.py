@@ -193,7 +193,7 @@ def _tables(piece: Piece, rows: gs.Tensor, columns: np.ndarray, dim: int, interl
 
     Returns:
         For each the number of its node and of its output there; their width, and the distance of
-        the columns of successive pairs. None if there are none.
+        the columns of successive pairs. None if a table is absent.
     """
     candidates = [(number, index) for number, node in enumerate(piece.nodes)
                   for index, tensor in enumerate(node.outputs)
@@ -298,7 +298,7 @@ def _table(graph: gs.Graph, tensor: gs.Tensor, used: _Tables, dim: int,
 
 
 def _projected(graph: gs.Graph, source: _Source, name: str) -> gs.Tensor:
-    """The columns of rows, by a GEMM of their own if they come from a linear layer."""
+    """The columns of rows, by a separate GEMM if they come from a linear layer."""
     rows, columns = source.rows, source.columns
     if np.array_equal(columns, np.arange(rows.shape[1])):
         return rows
