@@ -400,6 +400,8 @@ def fuse_image(graph: gs.Graph, settings: Settings) -> list[Report]:
         step.run(graph, settings, reports[-1])
         tidy(graph)
         verify(graph, f"image.{step.name}")
+    for tensor in graph.outputs:
+        tensor.shape = ["num_embeds", tensor.shape[-1]]
     return reports
 
 

@@ -86,7 +86,7 @@ def _samples(processor: Processor) -> Sequence[MediaItem]:
 
 
 def _name_sizes(graph: gs.Graph) -> None:
-    """Name the dynamic sizes of inputs and outputs as `ImageEncoderProgram` does."""
+    """Name the dynamic sizes of inputs as `ImageEncoderProgram` does; check the outputs'."""
     names: dict[str, str] = {}
     for tensor in graph.inputs:
         tensor.shape = [names.setdefault(str(size), f"image_{len(names)}")
@@ -96,4 +96,3 @@ def _name_sizes(graph: gs.Graph) -> None:
         if not isinstance(width, int):
             raise LlmcError(f"the image encoder's output {tensor.name!r} has the width {width}, "
                             f"which is not constant; use another model")
-        tensor.shape = ["num_embeds", width]

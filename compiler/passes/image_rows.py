@@ -58,9 +58,9 @@ class _Rows:
 
     def run(self) -> None:
         for node in list(self._graph.nodes):
-            if is_llmc(node) and not attends(node):
-                self._convert(node)
-            elif node.op in ELEMENTWISE and self._is_row_wise(node):
+            row_wise = not attends(node) if is_llmc(node) else \
+                node.op in ELEMENTWISE and self._is_row_wise(node)
+            if row_wise:
                 self._convert(node)
 
     def _is_row_wise(self, node: gs.Node) -> bool:
