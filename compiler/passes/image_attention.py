@@ -282,14 +282,15 @@ def _table(graph: gs.Graph, tensor: gs.Tensor, used: _Tables, dim: int,
     key = id(tensor), used.width, used.step
     if key in tables:
         return tables[key]
-    name = f"{tensor.name}.table"
-    rows = gs.Variable(f"{name}.rows" if used.width > dim // 2 else name, np.float32)
+    name, count = f"{tensor.name}.table", tensor.shape[0] if tensor.shape else None
+    rows = gs.Variable(f"{name}.rows" if used.width > dim // 2 else name, np.float32,
+                       [count, used.width])
     graph.nodes.append(gs.Node(
         op="Reshape", name=rows.name, outputs=[rows],
         inputs=[tensor, gs.Constant(f"{name}.shape", np.array([-1, used.width]))]))
     tables[key] = rows
     if used.width > dim // 2:
-        tables[key] = gs.Variable(name, np.float32)
+        tables[key] = gs.Variable(name, np.float32, [count, dim // 2])
         bounds = [gs.Constant(f"{name}.{what}", np.array([value])) for what, value in (
             ("start", 0), ("end", dim // 2 * used.step), ("axis", 1), ("step", used.step))]
         graph.nodes.append(gs.Node(op="Slice", name=name, inputs=[rows, *bounds],

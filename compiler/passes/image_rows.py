@@ -9,7 +9,7 @@ the nodes between two row-wise ops on numbered elements, for images of several s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,8 +114,16 @@ def _dynamic(shape: Iterable[Size]) -> int:
     return sum(not isinstance(size, int) for size in shape)
 
 
-def between(output: gs.Tensor, data: set[int], allowed: frozenset[str] = LAYOUT) -> Piece | NoMatch:
-    """The nodes above a tensor up to the nearest ops other than `allowed` along pixels."""
+def between(output: gs.Tensor, data: set[int], allowed: frozenset[str] = LAYOUT,
+            stop: Container[int] = ()) -> Piece | NoMatch:
+    """The nodes above a tensor up to the nearest ops other than `allowed` along pixels.
+
+    Args:
+        output: the tensor.
+        data: see `data_tensors`.
+        allowed: op types.
+        stop: ids of further tensors to end at.
+    """
     borders: set[int] = set()
     waiting, seen = [output], set[int]()
     while waiting:
@@ -123,7 +131,8 @@ def between(output: gs.Tensor, data: set[int], allowed: frozenset[str] = LAYOUT)
         if id(tensor) in seen or id(tensor) not in data or not tensor.inputs:
             continue
         seen.add(id(tensor))
-        if tensor.inputs[0].op in allowed and not is_llmc(tensor.inputs[0]):
+        if id(tensor) not in stop and tensor.inputs[0].op in allowed \
+                and not is_llmc(tensor.inputs[0]):
             waiting.extend(tensor.inputs[0].inputs)
         else:
             borders.add(id(tensor))
