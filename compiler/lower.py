@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.artifacts.manifest import Dims, DraftInfo, EncoderInfo, PoolingInfo
@@ -55,6 +56,7 @@ from llmc.compiler.passes.gemm import activation, gated_mlp, gemm, residual
 from llmc.compiler.passes.groups import groups
 from llmc.compiler.passes.image_attention import image_attention
 from llmc.compiler.passes.image_patches import image_patches
+from llmc.compiler.passes.image_program import ImageParts, divide_image
 from llmc.compiler.passes.image_rows import image_rows
 from llmc.compiler.passes.input_embeds import input_embeds, require_one_reader
 from llmc.compiler.passes.layer_scale import layer_scale
@@ -240,6 +242,14 @@ IMAGE_PASSES: tuple[GraphPass, ...] = (
     GraphPass("residual", residual),
     GraphPass("add_norm", add_norm),
 )
+# Passes over the part of the image encoder that a device runs, as in PASSES.
+IMAGE_DEVICE_PASSES: tuple[GraphPass | RankPass, ...] = (
+    GraphPass("projections", projections, _program),
+    GraphPass("norm_gemm", norm_gemm, _kernels),
+    GraphPass("elements", elements, _kernels),
+    GraphPass("columns", columns, _program),
+    RankPass("cast", cast, _several_dtypes),
+)
 _FUSE = PASSES[:next(i for i, step in enumerate(PASSES) if isinstance(step, Partition))]
 
 
@@ -403,6 +413,33 @@ def fuse_image(graph: gs.Graph, settings: Settings) -> list[Report]:
     for tensor in graph.outputs:
         tensor.shape = ["num_embeds", tensor.shape[-1]]
     return reports
+
+
+def lower_image_device(graph: gs.Graph, settings: Settings) -> tuple[ImageParts, list[Report]]:
+    """Divide a fused image encoder, and lower the part for a device. Consumes the graph.
+
+    Returns:
+        The parts, and the reports of the passes.
+
+    Raises:
+        LlmcError: the encoder cannot be divided.
+    """
+    parts, reports = divide_image(graph, settings.image_samples), list[Report]()
+    verify(parts.device, "divide_image")
+    for step in IMAGE_DEVICE_PASSES:
+        if not step.when(settings.target):
+            continue
+        reports.append(Report(f"image.{step.name}", step.run, "image"))
+        if isinstance(step, GraphPass):
+            step.run(parts.device, settings, reports[-1])
+        else:
+            step.run([parts.device], settings, reports[-1])
+        tidy(parts.device)
+        verify(parts.device, f"image.{step.name}")
+    for tensor in parts.device.inputs:
+        if tensor.name.partition(".")[0] in ("cos", "sin"):  # float32 in any dtype
+            tensor.dtype = np.dtype(np.float32)
+    return parts, reports
 
 
 def run_pass(step: Step, ranks: list[list[gs.Graph]], settings: Settings,

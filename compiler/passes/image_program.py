@@ -221,19 +221,21 @@ class _Division:
         ordered = self._computed_by("Gather", f"{name}.ordered", [padded, index], axis=0)
         ordered.shape, ordered.dtype = [_TOKENS, patches.shape[-1]], np.dtype(np.float32)
         self._replace_input(given["x"], patches, ordered)
+        result = gs.Variable(f"{name}.embedded", np.float32, [_TOKENS, source.shape[-1]])
+        self._nodes = [node for node in self._nodes if node is not gemm]
+        gemm.outputs.clear()
+        if not selection.adds and "bias" not in given:
+            self._nodes.append(replace(gs.Graph(), GEMM, {
+                "x": given["x"], "weight": given["weight"]}, [result]))
+            return result
         bias = values_of(given["bias"]).load() if "bias" in given else \
             np.zeros(int(source.shape[-1]), np.float32)
         rows = self._copied_piece(selection, f"{name}.positions", self._broadcast(
             bias[None], patches, f"{name}.bias"))
         rows.shape, rows.dtype = [_TOKENS, source.shape[-1]], np.dtype(np.float32)
-        result = gs.Variable(f"{name}.embedded", np.float32, [_TOKENS, source.shape[-1]])
-        residual = self._input(rows, "position_rows", _TOKENS)
-        self._nodes = [node for node in self._nodes if node is not gemm]
-        embedded = gs.Graph()
-        node = replace(embedded, GEMM_RESIDUAL, {
-            "x": given["x"], "weight": given["weight"], "residual": residual}, [result])
-        gemm.outputs.clear()
-        self._nodes.append(node)
+        self._nodes.append(replace(gs.Graph(), GEMM_RESIDUAL, {
+            "x": given["x"], "weight": given["weight"],
+            "residual": self._input(rows, "position_rows", _TOKENS)}, [result]))
         return result
 
     def _replace_input(self, given: gs.Tensor, before: gs.Tensor, after: gs.Variable) -> None:

@@ -119,8 +119,13 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
     return chip, files
 
 
-def program_of(graph: gs.Graph, dtype: str) -> Program:
+def program_of(graph: gs.Graph, dtype: str, of_image: bool = False) -> Program:
     """Convert a graph to a program: tensors with offsets, and ops in order.
+
+    Args:
+        graph: the graph.
+        dtype: of values.
+        of_image: whether it is an image encoder's, whose outputs the host reads.
 
     Raises:
         LlmcError: see `emit`.
@@ -133,7 +138,8 @@ def program_of(graph: gs.Graph, dtype: str) -> Program:
     # Caches are updated in place: a layer's present cache is the past cache.
     in_place = {id(present): past for node in graph.nodes for past, present in caches(node)}
     outputs = [tensor for tensor in graph.outputs if id(tensor) not in kept]
-    memory = outputs if all(t.name not in _RESULTS for t in outputs) else []  # encoder outputs
+    # Encoder outputs.
+    memory = outputs if not of_image and all(t.name not in _RESULTS for t in outputs) else []
     given = [tensor for tensor in graph.inputs if tensor.name == HIDDEN]  # by the engine, a value
     numbers: dict[int, int] = {}
     tensors: list[ProgramTensor] = []
@@ -182,7 +188,8 @@ def program_of(graph: gs.Graph, dtype: str) -> Program:
                     logits=next((named[name] for name in _RESULTS if name in named), -1),
                     features=-1 if of_draft else named.get(HIDDEN, -1),
                     hidden=named.get(HIDDEN, -1) if of_draft else -1,
-                    hidden_out=named.get(HIDDEN_OUT, -1))
+                    hidden_out=named.get(HIDDEN_OUT, -1),
+                    outputs=tuple(map(number, outputs)) if of_image else ())
 
 
 def _columns(graph: gs.Graph, dtypes: Mapping[int, str]) -> dict[int, tuple[gs.Tensor, int]]:
@@ -251,7 +258,7 @@ def _describe(tensor: gs.Tensor, kept: Literal["cache", "state"] | None, offsets
     if is_input and shape[0] == "num_memory_tokens":
         return _describe_memory(tensor, dtype)
     if is_input:
-        is_rows = tensor.name in (EMBEDS, INPUT_FEATURES)
+        is_rows = tensor.name in (EMBEDS, INPUT_FEATURES, "patches", "position_rows")
         return ProgramTensor(name=tensor.name, kind="input", shape=shape,
                              dtype=_name(numpy_dtype(dtype) if is_rows else tensor.dtype))
     return ProgramTensor(name=tensor.name, kind="value", dtype=_name(numpy_dtype(dtype)),
