@@ -53,7 +53,7 @@ ELEMENTWISE = {"Add": 2, "Sub": 2, "Mul": 2, "Div": 2, "Min": 2, "Max": 2, "Tanh
                "Elu": 1, "Greater": 2, "Less": 2, "Where": 3}
 MOST_JOINED = 4  # inputs of the engine's Concat
 _FLOATS = ("float32", "float16", "bfloat16")
-# Inputs of an image encoder's program, also with a number behind, such as cu_seqlens.1: dtypes, and
+# Inputs of an image encoder's program, also numbered, such as cu_seqlens.1: dtypes, and
 # the name of the rows. cos and sin are of patches. merged_rows are the patches of each row of the
 # prompt.
 IMAGE_INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
@@ -392,10 +392,10 @@ class Program(_Frozen):
         if node.op in ELEMENTWISE:
             shapes: Sequence[plugins.Shape] = [_elementwise_shape(node, tensors)]
         elif node.op == "Gather":
-            index = tensors[1] if len(tensors) > 1 else None
-            merges = self.outputs and index is not None and index.image_role == "merged_rows"
+            rows = tensors[1] if len(tensors) > 1 else None
+            merges = self.outputs and rows is not None and rows.image_role == "merged_rows"
             self._require(node, tensors, ("value", "num_tokens"), (
-                "input", index.name if merges and index else "logits_indices"))
+                "input", rows.name if merges and rows else "logits_indices"))
             shapes = [("num_logits", _width(tensors[0]))]
         elif node.op == "Columns":
             shapes = [self._columns_shape(node, tensors)]
@@ -481,7 +481,7 @@ class Program(_Frozen):
             elif name in op.integer_inputs:
                 fits = (tensor.kind == "input" and tensor.name in _INPUTS.get(name, (name,))) \
                     or (tensor.kind, tensor.dtype) == ("value", "int64") \
-                    or (self.outputs and tensor.image_role == name)
+                    or (bool(self.outputs) and tensor.image_role == name)
             elif name in op.cache_inputs:
                 expected = node.fields.get("kv_dtype") or dtype
                 fits = tensor.kind == "cache" and tensor.dtype == expected

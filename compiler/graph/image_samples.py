@@ -6,7 +6,6 @@ import ast
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -98,6 +97,10 @@ def _settled(name: str, samples: Sequence[ImageSample]) -> Size:
 
 def product(sizes: Sequence[Size]) -> Size:
     """The product of sizes, as an expression if any has a name."""
-    return reduce(lambda left, right: left * right
-                  if isinstance(left, int) and isinstance(right, int) else
-                  right if left == 1 else left if right == 1 else f"({left})*({right})", sizes, 1)
+    result: Size = 1
+    for size in sizes:
+        if isinstance(result, int) and isinstance(size, int):
+            result *= size
+        else:
+            result = size if result == 1 else result if size == 1 else f"({result})*({size})"
+    return result

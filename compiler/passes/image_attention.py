@@ -212,8 +212,10 @@ def _tables(piece: Piece, rows: gs.Tensor, columns: np.ndarray, dim: int, interl
             for kind in [*found] if index else right:
                 found[kind] = [place for place in right.get(kind, ())
                                if not index or place in found[kind]]
-    both = next((kind for kind, found in places[0].items() if found and places[1].get(kind)), None)
-    return None if both is None else (places[0][both][0], places[1][both][0], *both)
+    # The last of each are what the nodes read: earlier ones may be in another order of patches.
+    both = [(found[-1], places[1][kind][-1], *kind) for kind, found in places[0].items()
+            if found and places[1].get(kind)]
+    return max(both, default=None)
 
 
 def _places(candidates: Sequence[_Place], values: Sequence[np.ndarray], table: np.ndarray,

@@ -118,7 +118,7 @@ class _Division:
     def divide(self) -> ImageParts:
         for node in self._on_device:
             op = op_of(node)
-            names = [name for name in op.input_names] if op is not None else ["x"] * len(node.inputs)
+            names = op.input_names if op is not None else ["x"] * len(node.inputs)
             for index, tensor in enumerate(node.inputs):
                 node.inputs[index] = self._operand(node, names[index], tensor)
             self._nodes.append(node)
@@ -188,7 +188,7 @@ class _Division:
         return int(tensor.shape[-1])
 
     def _selection(self, tensor: gs.Tensor) -> _Selection | None:
-        """The rows of which device's op a tensor selects; None if it is made of pixels alone."""
+        """The rows that a tensor selects of a device's op; None if it is made of pixels alone."""
         piece = between(tensor, self._data, _SELECTING, self._computed)
         sources = [] if isinstance(piece, NoMatch) else [
             border for border in piece.inputs if id(border) in self._data
@@ -204,8 +204,11 @@ class _Division:
         if len(kinds) != 1 or None in kinds:
             raise LlmcError(f"{describe(tensor)} of the image encoder is not a selection of whole "
                             f"rows of {describe(sources[0])}; compile for --target cpu")
+        fixed = all(border.name == PIXEL_VALUES or border is sources[0]
+                    or isinstance(border, gs.Constant) for border in piece.inputs)
         return _Selection(sources[0], piece, kinds.pop() or 1,
-                          any(own[1] for own in found if own), all(own[2] for own in found if own))
+                          any(own[1] for own in found if own),
+                          fixed and all(own[2] for own in found if own))
 
     def _embed(self, tensor: gs.Tensor, selection: _Selection, gemm: gs.Node) -> gs.Tensor:
         """A patch embedding with inserted rows and positions, of patches in that order.
@@ -352,7 +355,8 @@ class _Division:
         for node in selection.piece.nodes:
             if not any(id(tensor) in copies for tensor in node.inputs):
                 continue
-            outputs = [gs.Variable(f"{name}.{tensor.name}", tensor.dtype) for tensor in node.outputs]
+            outputs = [gs.Variable(f"{name}.{tensor.name}", tensor.dtype)
+                       for tensor in node.outputs]
             copies.update((id(tensor), own)
                           for tensor, own in zip(node.outputs, outputs, strict=True))
             self._graph.nodes.append(gs.Node(

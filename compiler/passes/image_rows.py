@@ -26,7 +26,6 @@ from llmc.compiler.graph.rewrite import (
     Settings,
     apply_rules,
     attends,
-    constant,
     is_llmc,
     tidy,
 )
@@ -67,8 +66,7 @@ class _Rows:
         """Whether an elementwise op combines views of rows, and constants of one row."""
         shape = list(node.outputs[0].shape or ())
         given = [tensor for tensor in node.inputs if not isinstance(tensor, gs.Constant)]
-        rows = [constant(tensor) if constant(tensor) is not None else tensor
-                for tensor in node.inputs if isinstance(tensor, gs.Constant)]
+        rows = [tensor for tensor in node.inputs if isinstance(tensor, gs.Constant)]
         return any(id(tensor) in self._restored for tensor in given) \
             and all(id(tensor) in self._data and list(tensor.shape or ()) == shape
                     for tensor in given) \

@@ -294,6 +294,8 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
     starts = inputs.get("key_starts", begins[:-1])
     lens = inputs.get("key_lens", np.diff(begins))
     for b, (start, count) in enumerate(zip(starts, lens, strict=True)):
+        if begins[b] == begins[b + 1]:
+            continue
         keys, values = (x[start:start + count].reshape(count, kv_heads, dim) for x in (key, value))
         first = int(begins[b]) if fields["rotary_by_row"] else 0  # row of the tables
         keys = np.stack([prepared(own, "k_norm", first + j) for j, own in enumerate(keys)])
