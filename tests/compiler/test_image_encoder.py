@@ -1,25 +1,30 @@
 """Image encoders: exported and fused graphs give the rows of transformers' for any image."""
 
 import copy
+import functools
 
 import numpy as np
 import onnx_graphsurgeon as gs
 import onnxruntime as ort
 import pytest
 import torch
+from image_programs import run_program
 from multimodal_models import encoder_rows, packed, pixels, run_encoder, session, tiny_model
 from transformers import vision_utils
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from llmc import plugins
+from llmc.artifacts.program import Program
 from llmc.artifacts.vision_input import VisionInput
 from llmc.compiler.artifact import WEIGHTS_NAME, to_onnx, write_onnx, write_weights
 from llmc.compiler.frontend import image, trace
 from llmc.compiler.graph.image_samples import ImageSample
-from llmc.compiler.graph.rewrite import Report, Settings
+from llmc.compiler.graph.rewrite import Report, Settings, values_of
 from llmc.compiler.graph.weights import Weight
-from llmc.compiler.lower import fuse_image
+from llmc.compiler.lower import fuse_image, lower_image_device
+from llmc.compiler.options import CompileOptions
 from llmc.compiler.passes.image_patches import image_patches
+from llmc.compiler.targets.cuda import program_of
 from llmc.errors import LlmcError
 from llmc.runtime.multimodal import vision_inputs
 
@@ -46,8 +51,15 @@ def export(model, samples):
         return image.trace_image(copy.deepcopy(model.config), samples)
 
 
+@functools.cache
+def exported(family):
+    """A model and its traced encoder."""
+    model = tiny_model(family, **WINDOWS.get(family, {}))
+    return model, export(model, SAMPLES[family][:-1])
+
+
 def fused(traced, model):
-    """The graph after all passes, with the model's parameters, and the reports of these."""
+    """The graph after all passes, with the model's parameters; their reports; samples of inputs."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     graph = trace.to_graph(traced.proto, model.state_dict().keys())
     for tensor in graph.tensors().values():
@@ -55,7 +67,7 @@ def fused(traced, model):
             tensor._values = Weight.of(
                 parameters[tensor.name.removeprefix("model.")].detach().numpy(), tensor.name)
     samples = tuple(ImageSample.of(arrays, graph.inputs) for arrays in traced.inputs)
-    return graph, fuse_image(graph, Settings(64, 64, image_samples=samples))
+    return graph, fuse_image(graph, Settings(64, 64, image_samples=samples)), samples
 
 
 def written(graph, directory):
@@ -68,10 +80,9 @@ def written(graph, directory):
 @pytest.mark.parametrize("family", SAMPLES)
 def test_rows_are_those_of_transformers_for_images_of_any_size(family, tmp_path):
     """Tiles, packed patches, windows, deep rows; also of sizes that were not exported."""
-    model = tiny_model(family, **WINDOWS.get(family, {}))
+    model, traced = exported(family)
     *known, new = SAMPLES[family]
-    traced = export(model, known)
-    graph, reports = fused(traced, model)
+    graph, reports, _ = fused(traced, model)
     counts = {name: number for report in reports for name, number in report.matches.items()}
     assert {name: counts[name] for name in FUSED[family]} == FUSED[family]
     assert {node.op for node in graph.nodes if node.domain == plugins.DOMAIN} \
@@ -86,6 +97,45 @@ def test_rows_are_those_of_transformers_for_images_of_any_size(family, tmp_path)
                 assert np.abs(rows - expected).max() < 2e-6 * max(np.abs(expected).max(), 1)
 
 
+# Programs of GPUs: op types that are not llmc's, and inputs.
+MERGES = ("merged_rows", "merged_rows.1", "merged_rows.2", "merged_rows.3")
+PROGRAMS = {
+    "llava": (["Gather"], ["patches", "position_rows", "cu_seqlens", "merged_rows"]),
+    "internvl": (["Gather"] * 4 + ["Concat"], ["patches", "position_rows", "cu_seqlens", *MERGES]),
+    "qwen3_vl": ((["Gather"] * 4 + ["Concat"]) * 2, [
+        "patches", "position_rows", "cu_seqlens", "cos", "sin", *MERGES]),
+    "qwen2_5_vl": (["Gather"] * 4 + ["Concat"], [
+        "patches", "cu_seqlens", "cos", "sin", "cu_seqlens.1", *MERGES])}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", PROGRAMS)
+def test_a_program_for_gpus_gives_the_rows_of_transformers(family, dtype, tmp_path):
+    """What the host computes, and the program by the NumPy interpreter, also of new sizes."""
+    model, traced = exported(family)
+    graph, _, samples = fused(traced, model)
+    parts, _ = lower_image_device(graph, Settings(64, 64, image_samples=samples, options=(
+        CompileOptions(target="cuda", dtype=dtype))))
+    program = program_of(parts.device, dtype, of_image=True)
+    assert program == Program.model_validate_json(program.model_dump_json())
+    ops, inputs = PROGRAMS[family]
+    assert [node.op for node in program.nodes if node.op not in plugins.registry()] == ops
+    assert [own.name for own in program.tensors if own.kind == "input"] == sorted(
+        inputs, key=[own.name for own in program.tensors].index)
+    weights = {tensor.name: values_of(tensor).load() for node in parts.device.nodes
+               for tensor in node.inputs if isinstance(tensor, gs.Constant)}
+    host = written(parts.host, tmp_path)
+    for arrays in SAMPLES[family]:
+        feeds = dict(zip((own.name for own in host.get_outputs()),
+                         run_encoder(host, traced.computed, arrays), strict=True))
+        order = feeds.pop("row_order", ...)
+        for rows, expected in zip(run_program(program, weights, feeds),
+                                  encoder_rows(model, arrays), strict=True):
+            tolerance = 2e-6 if dtype == "float32" else 0.03
+            assert np.abs(rows[order] - expected).max() < tolerance * max(
+                np.abs(expected).max(), 1)
+
+
 def test_attention_that_is_not_rotated_as_positions_say_is_left(monkeypatch):
     """Rotated only in part: the nodes stay, and the refusal names them."""
     model = tiny_model("qwen3_vl")
@@ -96,7 +146,7 @@ def test_attention_that_is_not_rotated_as_positions_say_is_left(monkeypatch):
         return torch.cat([turned[..., :8], q[..., 8:]], -1), keys
 
     monkeypatch.setattr(modeling_qwen3_vl, "apply_rotary_pos_emb_vision", own)
-    _, reports = fused(export(model, SAMPLES["qwen3_vl"]), model)
+    _, reports, _ = fused(export(model, SAMPLES["qwen3_vl"]), model)
     report, = (report for report in reports if report.name == "image.attention")
     assert report.matches == {"image-attention": 0}
     assert "no rotary embedding" in report.refusals[0]
