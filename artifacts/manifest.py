@@ -1123,8 +1123,8 @@ class Manifest(_Frozen):
         if [tensor.name for tensor in program.outputs] != names:
             raise ValueError(f"chip {chip.rank}: the outputs of the image encoder must be "
                              f"{', '.join(names)}")
-        for tensor in program.outputs:
-            tensor.require(self.dtype, ("num_embeds", self.embeds_width))
+        for tensor in program.outputs:  # of ONNX Runtime on the host
+            tensor.require("float32", ("num_embeds", self.embeds_width))
         absent = {name for own in program.computed for name in own.names} - \
             {tensor.name for tensor in program.inputs}
         if absent:

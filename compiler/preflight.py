@@ -384,7 +384,7 @@ def _enable_prompt_embeds_of(options: CompileOptions, about: About) -> str | Non
 def _images(options: CompileOptions, about: About) -> str | None:
     if not about.takes_images or target_spec(options.target).image_encoders:
         return None
-    takers = " and ".join(name for name, target in TARGETS.items() if target.image_encoders)
+    takers = " or ".join(name for name, target in TARGETS.items() if target.image_encoders)
     return (f"'{about.name}' takes images, which target '{options.target}' does not support; "
             f"compile with --target {takers}, or the language model alone with "
             f"--language_model_only")
