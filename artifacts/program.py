@@ -65,6 +65,7 @@ IMAGE_INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "patches": (_FLOATS, "num_tokens"), "position_rows": (_FLOATS, "num_tokens"),
     "cos": (("float32",), "num_tokens"), "sin": (("float32",), "num_tokens"),
     "cu_seqlens": (("int32",), "batch_plus_1"), "merged_rows": (("int64",), "num_logits")}
+ROW_ORDER = "row_order"  # what the host computes besides: the program's row of each of the prompt's
 _IMAGE_ROWS = ("patches", "position_rows")  # of these, of the dtype of values
 # Engine inputs that an op's integer inputs may be, if not only the one of the same name. An
 # Embedding may look up positions and token types.
@@ -699,6 +700,42 @@ def read_chip_programs(manifest: Manifest, chip: Chip, case_dir: Path) -> ChipPr
     return ChipPrograms(programs["model"], programs.get("encoder"),
                         [programs[part] for part in programs if is_of_draft(part)],
                         {name: stored[name] for name in names})
+
+
+def read_image_program(manifest: Manifest, case_dir: Path) -> \
+        tuple[Program, Mapping[str, StoredWeight]]:
+    """Read the program of an image encoder's second step, and check it.
+
+    Returns:
+        The program, and its weights by name.
+
+    Raises:
+        LlmcError: see `read_chip_programs`.
+    """
+    chip = manifest.chips[0]
+    assert manifest.image is not None
+    step = manifest.image.steps[-1]
+    path = case_dir / step.path if isinstance(step, GraphStep) else case_dir
+    stored, program = read_weight_header(case_dir / chip.path / WEIGHTS_NAME), read_program(path)
+    try:
+        for name, tensor in program.named("weight").items():
+            if name not in stored or (tensor.dtype, tensor.shape) != (
+                    stored[name].dtype, tuple(stored[name].shape)):
+                raise ValueError(f"{WEIGHTS_NAME} has no {name!r}, {tensor.dtype} "
+                                 f"{list(tensor.shape)}")
+        found = {*program.named("input")}, [program.tensors[own].name for own in program.outputs]
+        if not isinstance(step, GraphStep) or found != ({*step.inputs}, [*step.outputs]):
+            raise ValueError("its inputs or outputs are not those of the step")
+        values = {program.tensors[own].dtype for own in program.outputs}
+        if values != {manifest.dtype}:
+            raise ValueError(f"its values are {min(values)}, the model {manifest.dtype}")
+        absent = {node.op for node in program.nodes} & {*plugins.registry()} - manifest.ops.keys()
+        if absent:
+            raise ValueError(f"{min(absent)!r} is not in `ops`")
+    except ValueError as error:
+        raise LlmcError(f"'{path}' differs from {MANIFEST_NAME}: {error}; compile the model "
+                        f"again") from error
+    return program, {name: stored[name] for name in program.named("weight")}
 
 
 def _owners(chip: Chip) -> dict[Part, _Owner]:

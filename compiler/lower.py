@@ -24,6 +24,7 @@ from llmc.compiler.frontend.raw import RawModel
 from llmc.compiler.graph.image_samples import settle_sizes
 from llmc.compiler.graph.notes import VocabularySize
 from llmc.compiler.graph.rewrite import (
+    NoMatch,
     Report,
     Settings,
     describe,
@@ -271,7 +272,8 @@ class Lowered:
     """The graphs that a target writes, one per rank, and the model's dimensions.
 
     `encoders` is empty for a model without an encoder, `drafts` for one without a draft model. A
-    draft model may have several graphs. `image` is the image encoder, of rank 0.
+    draft model may have several graphs. `image` is the image encoder, of rank 0. With
+    `image_device`, it computes the inputs of that graph.
     """
 
     graphs: list[gs.Graph]
@@ -284,6 +286,7 @@ class Lowered:
     draft_info: DraftInfo | None = None
     pooling: PoolingInfo | None = None
     image: gs.Graph | None = None
+    image_device: gs.Graph | None = None
 
 
 def lower(raw: RawModel, options: CompileOptions) -> Lowered:
@@ -391,9 +394,22 @@ def lower_image(lowered: Lowered, raw: RawModel) -> Lowered:
     if raw.image is None:
         return lowered
     graph, reports = raw.image.graph, list(lowered.reports)
-    reports += fuse_image(graph, replace(lowered.settings, image_samples=raw.image.samples))
-    name_image_weights([lowered.graphs[0], *(lowered.drafts[0] if lowered.drafts else [])], graph)
-    return replace(lowered, image=graph, reports=reports)
+    settings = replace(lowered.settings, image_samples=raw.image.samples)
+    reports += fuse_image(graph, settings)
+    device = None
+    if settings.target.runs_program:
+        try:
+            parts, more = lower_image_device(graph.copy(), settings)
+            graph, device = parts.host, parts.device
+            reports += more
+        except LlmcError as error:  # the host runs all of it
+            reports.append(Report("image.device", divide_image, "image"))
+            reports[-1].refuse(graph.nodes[-1], NoMatch(str(error).split(";")[0]))
+    others = [lowered.graphs[0], *(lowered.drafts[0] if lowered.drafts else [])]
+    name_image_weights(others, graph)
+    if device is not None:
+        name_image_weights([*others, graph], device)
+    return replace(lowered, image=graph, image_device=device, reports=reports)
 
 
 def fuse_image(graph: gs.Graph, settings: Settings) -> list[Report]:

@@ -21,6 +21,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc import plugins
+from llmc.artifacts.program import MOST_JOINED, ROW_ORDER
 from llmc.compiler.graph.image_samples import ImageSample
 from llmc.compiler.graph.names import PIXEL_VALUES
 from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, Piece, data_tensors
@@ -44,8 +45,6 @@ from llmc.plugins.gemm_bias_act.op import OP as GEMM
 from llmc.plugins.gemm_bias_res.op import OP as GEMM_RESIDUAL
 
 MERGED_ROWS = "merged_rows"  # inputs of the device: patches of each row of the prompt
-ROW_ORDER = "row_order"  # output of the host: device's row of each row of the prompt
-_MOST_JOINED = 4  # inputs of the engine's Concat
 _SELECTING = LAYOUT | {"Add"}
 _TOKENS, _ROWS = "num_tokens", "num_logits"
 
@@ -265,7 +264,7 @@ class _Division:
                                        inputs=[source, rows], outputs=[made]))
             parts.append(made)
         while len(parts) > 1:
-            joined, parts = parts[:_MOST_JOINED], parts[_MOST_JOINED:]
+            joined, parts = parts[:MOST_JOINED], parts[MOST_JOINED:]
             made = gs.Variable(f"{joined[0].name}.{len(parts)}", np.float32,
                                [_ROWS, sum(int(own.shape[-1]) for own in joined)])
             self._nodes.append(gs.Node(op="Concat", name=made.name, attrs={"axis": -1},

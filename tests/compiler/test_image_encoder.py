@@ -8,8 +8,8 @@ import onnx_graphsurgeon as gs
 import onnxruntime as ort
 import pytest
 import torch
-from image_programs import run_program
 from multimodal_models import encoder_rows, packed, pixels, run_encoder, session, tiny_model
+from schedule_interpreter import run_image_program
 from transformers import vision_utils
 from transformers.models.qwen3_vl import modeling_qwen3_vl
 
@@ -26,6 +26,7 @@ from llmc.compiler.options import CompileOptions
 from llmc.compiler.passes.image_patches import image_patches
 from llmc.compiler.targets.cuda import program_of
 from llmc.errors import LlmcError
+from llmc.runtime.engines.image_encoder import with_equal_segments
 from llmc.runtime.multimodal import vision_inputs
 
 GRIDS = ((4, 6), (10, 8), (2, 2), (18, 10))
@@ -129,7 +130,7 @@ def test_a_program_for_gpus_gives_the_rows_of_transformers(family, dtype, tmp_pa
         feeds = dict(zip((own.name for own in host.get_outputs()),
                          run_encoder(host, traced.computed, arrays), strict=True))
         order = feeds.pop("row_order", ...)
-        for rows, expected in zip(run_program(program, weights, feeds),
+        for rows, expected in zip(run_image_program(program, weights, with_equal_segments(feeds)),
                                   encoder_rows(model, arrays), strict=True):
             tolerance = 2e-6 if dtype == "float32" else 0.03
             assert np.abs(rows[order] - expected).max() < tolerance * max(

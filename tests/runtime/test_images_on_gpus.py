@@ -13,11 +13,17 @@ from image_models import (
     prompts_of,
     write_model,
 )
-from schedule_interpreter import LIMITS, Interpreters, interpreted
+from schedule_interpreter import (
+    LIMITS,
+    Interpreters,
+    interpreted,
+    interpreted_image_encoder,
+)
 
 import llmc
 from llmc.artifacts.manifest import read_manifest
 from llmc.compiler.check import diff as diff_module
+from llmc.compiler.check import images as check_images
 from llmc.runtime.engines import host
 from llmc.runtime.engines.cuda import step_arrays
 
@@ -99,5 +105,6 @@ def test_diff_compares_images(by_axis, tmp_path, monkeypatch):
     monkeypatch.setattr(diff_module, "device_count", lambda: 8)
     monkeypatch.setattr(diff_module, "GpuReplica",
                         lambda manifest, case, placements, room: Interpreters(case))
+    monkeypatch.setattr(check_images, "load_image_encoder", interpreted_image_encoder)
     monkeypatch.setattr(diff_module, "MAX_LOGITS", 50)  # a chunk ends within an image
     assert_image_diff(case, tmp_path)
