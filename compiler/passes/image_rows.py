@@ -40,9 +40,9 @@ def image_rows(graph: gs.Graph, settings: Settings, report: Report) -> None:
     _Rows(graph, report).run()
     tidy(graph)
     verify(graph, "image_rows")  # fills in shapes
-    data = data_tensors(graph)
+    data, known = data_tensors(graph), dict[object, bool]()
     apply_rules(graph, [Rule("identity", frozenset({"Reshape"}),
-                             lambda node, settings: _check_identity(node, settings, data),
+                             lambda node, settings: _check_identity(node, settings, data, known),
                              _remove)], settings, report)
 
 
@@ -143,8 +143,12 @@ class _Identity:
     source: gs.Tensor
 
 
-def _check_identity(node: gs.Node, settings: Settings, data: set[int]) -> _Identity | None:
-    """A Reshape whose result is, for any image, rows of a previous op."""
+def _check_identity(node: gs.Node, settings: Settings, data: set[int],
+                    known: dict[object, bool]) -> _Identity | None:
+    """A Reshape whose result is, for any image, rows of a previous op.
+
+    Layers have the same subgraphs, which are run once: `known` has their results.
+    """
     result = node.outputs[0]
     if result.shape is None or len(result.shape) != 2 or id(result) not in data:
         return None
@@ -157,15 +161,20 @@ def _check_identity(node: gs.Node, settings: Settings, data: set[int]) -> _Ident
     if len(sources) != 1 or others or not settings.image_samples:  # an order of patches
         return None
     source = sources[0]
-    try:
-        same = all(_is_same(piece, source, sample) for sample in settings.image_samples)
-    except CannotEvaluate:
-        return None
-    return _Identity(node, source) if same else None
+    shapes = [sample.shape(source) for sample in settings.image_samples]
+    key = piece.key, *shapes
+    if key not in known:
+        try:
+            known[key] = all(
+                _is_same(piece, source, sample, shape)
+                for sample, shape in zip(settings.image_samples, shapes, strict=True))
+        except CannotEvaluate:
+            known[key] = False
+    return _Identity(node, source) if known[key] else None
 
 
-def _is_same(piece: Piece, source: gs.Tensor, sample: ImageSample) -> bool:
-    shape = sample.shape(source)
+def _is_same(piece: Piece, source: gs.Tensor, sample: ImageSample,
+             shape: tuple[int, ...] | None) -> bool:
     if shape is None or len(shape) != 2 or max(shape) > _MAX_EXACT:
         return False
     for numbered in np.meshgrid(*map(np.arange, shape), indexing="ij"):

@@ -95,8 +95,8 @@ class Program {
   // token of a step. All of them have the same width.
   int add_embeds(const std::string& name, int64_t width);
   // Declares an input of an image encoder, `name` or `name`.<number>: patches, position_rows, cos
-  // or sin, [num_tokens, width]; cu_seqlens [batch + 1]; or merged_rows [num_logits], tokens of
-  // which rows of the prompt are joined.
+  // or sin, [num_tokens, width]; cu_seqlens [batch + 1]; or merged_rows [num_logits], tokens that
+  // are joined to rows of the prompt.
   int add_array(const std::string& name, DType dtype, const Shape& shape);
   int add_weight(DType dtype, const Shape& shape);
   int add_cache(DType dtype, int64_t num_kv_heads,

@@ -1,6 +1,6 @@
 """The program of an image encoder on a GPU.
 
-It runs one image at a time on a stream of its own. Its memory is for images of a size; a larger
+It runs one image at a time on a separate stream. Its memory is for images of a size; a larger
 image makes it be loaded again.
 """
 
