@@ -45,7 +45,7 @@ from llmc.plugins.gemm_bias_act.op import OP as GEMM
 from llmc.plugins.gemm_bias_res.op import OP as GEMM_RESIDUAL
 
 MERGED_ROWS = "merged_rows"  # inputs of the device: patches of each row of the prompt
-_SELECTING = LAYOUT | {"Add"}
+_SELECTING = LAYOUT | {"Add", "Pad"}
 _TOKENS, _ROWS = "num_tokens", "num_logits"
 
 
@@ -83,6 +83,7 @@ class _Selection:
         count: rows of the source that are joined to one.
         adds: whether something is added to selected rows, or rows are inserted.
         keeps: whether all rows are selected, in order, and nothing is added.
+        columns: where each column is in the joined rows.
     """
 
     source: gs.Tensor
@@ -90,6 +91,13 @@ class _Selection:
     count: int
     adds: bool
     keeps: bool
+    columns: np.ndarray
+
+    @property
+    def firsts(self) -> np.ndarray:
+        """The column of the first element of each joined row."""
+        places = np.arange(self.count) * (len(self.columns) // self.count)
+        return np.argsort(self.columns)[places]
 
 
 class _Division:
@@ -188,7 +196,7 @@ class _Division:
 
     def _selection(self, tensor: gs.Tensor) -> _Selection | None:
         """The rows that a tensor selects of a device's op; None if it is made of pixels alone."""
-        piece = between(tensor, self._data, _SELECTING, self._computed)
+        piece = between(tensor, self._data, _SELECTING, self._computed, reads_shapes=True)
         sources = [] if isinstance(piece, NoMatch) else [
             border for border in piece.inputs if id(border) in self._data
             and border.name != PIXEL_VALUES]
@@ -199,15 +207,15 @@ class _Division:
         if not sources:
             return None
         found = [_probe(piece, sources[0], sample) for sample in self._samples]
-        kinds = {None if own is None else own[0] for own in found}
-        if len(kinds) != 1 or None in kinds:
+        kinds = {None if own is None else own.columns.tobytes() for own in found}
+        if len(kinds) != 1 or found[0] is None:
             raise LlmcError(f"{describe(tensor)} of the image encoder is not a selection of whole "
                             f"rows of {describe(sources[0])}; compile for --target cpu")
         fixed = all(border.name == PIXEL_VALUES or border is sources[0]
                     or isinstance(border, gs.Constant) for border in piece.inputs)
-        return _Selection(sources[0], piece, kinds.pop() or 1,
-                          any(own[1] for own in found if own),
-                          fixed and all(own[2] for own in found if own))
+        known = [own for own in found if own is not None]
+        return _Selection(sources[0], piece, known[0].count, any(own.adds for own in known),
+                          fixed and all(own.keeps for own in known), known[0].columns)
 
     def _embed(self, tensor: gs.Tensor, selection: _Selection, gemm: gs.Node) -> gs.Tensor:
         """A patch embedding with inserted rows and positions, of patches in that order.
@@ -263,14 +271,21 @@ class _Division:
             self._nodes.append(gs.Node(op="Gather", name=made.name, attrs={"axis": 0},
                                        inputs=[source, rows], outputs=[made]))
             parts.append(made)
-        while len(parts) > 1:
-            joined, parts = parts[:MOST_JOINED], parts[MOST_JOINED:]
-            made = gs.Variable(f"{joined[0].name}.{len(parts)}", np.float32,
-                               [_ROWS, sum(int(own.shape[-1]) for own in joined)])
+        while len(parts) > 1:  # of at most so many at once
+            some, parts = parts[:MOST_JOINED], parts[MOST_JOINED:]
+            made = gs.Variable(f"{some[0].name}.{len(parts)}", np.float32,
+                               [_ROWS, sum(int(own.shape[-1]) for own in some)])
             self._nodes.append(gs.Node(op="Concat", name=made.name, attrs={"axis": -1},
-                                       inputs=joined, outputs=[made]))
+                                       inputs=some, outputs=[made]))
             parts.insert(0, made)
-        return parts[0]
+        joined = parts[0]
+        if np.array_equal(selection.columns, np.arange(len(selection.columns))):
+            return joined
+        ordered = gs.Variable(f"{joined.name}.ordered", np.float32, joined.shape)
+        self._nodes.append(gs.Node(
+            op="Gather", name=ordered.name, attrs={"axis": -1}, outputs=[ordered],
+            inputs=[joined, gs.Constant(f"{ordered.name}.columns", selection.columns)]))
+        return ordered
 
     def _index_inputs(self, selection: _Selection, name: str) -> list[gs.Variable]:
         """Inputs with the numbers of the rows that are joined, one input for each place."""
@@ -335,7 +350,7 @@ class _Division:
             nothing = self._broadcast(np.zeros((1, width), np.float32), like, f"{name}.nothing")
             added = self._copied_piece(selection, f"{name}.added", nothing)
             selected = self._computed_by("Sub", f"{name}.difference", [selected, added])
-        columns = np.arange(selection.count) * width
+        columns = selection.firsts
         few = self._computed_by("Gather", f"{name}.few", [selected, gs.Constant(
             f"{name}.columns", np.array(columns[0] if first else columns))], axis=1)
         rounded = self._computed_by("Round", f"{name}.rounded", [few])
@@ -373,14 +388,18 @@ class _Division:
         return result
 
 
-def _probe(piece: Piece, source: gs.Tensor, sample: ImageSample) -> \
-        tuple[int, bool, bool] | None:
-    """Run a subgraph on numbered elements.
+@dataclass(frozen=True)
+class _Probed:
+    """What a subgraph does for one image; see `_Selection`."""
 
-    Returns:
-        How many rows are joined to one, whether anything is added to them, and whether all rows
-        are kept in order; None if the result is not made of whole rows.
-    """
+    count: int
+    adds: bool
+    keeps: bool
+    columns: np.ndarray
+
+
+def _probe(piece: Piece, source: gs.Tensor, sample: ImageSample) -> _Probed | None:
+    """Run a subgraph on numbered elements; None if its result is not made of whole rows."""
     shape = sample.shape(source)
     if shape is None:
         return None
@@ -390,25 +409,31 @@ def _probe(piece: Piece, source: gs.Tensor, sample: ImageSample) -> \
 
     def run(x: np.ndarray) -> np.ndarray:
         return np.asarray(piece.run({**sample.arrays, **weights,
-                                     source.name: x.astype(np.float32)}),
-                          np.float64)
+                                     source.name: x.astype(np.float32)}), np.float64)
 
     added = run(np.zeros(shape))
     if added.ndim != 2 or added.shape[1] % shape[1]:
         return None
-    numbers, places = run(rows + 1) - added, run(columns + 1) - added
-    count = added.shape[1] // shape[1]
-    numbers = numbers.reshape(len(added), count, shape[1])
-    whole = np.rint(numbers[..., :1])
-    there = whole > 0
-    expected = np.where(there, np.arange(1, shape[1] + 1), 0)
-    if np.abs(numbers - whole).max() > 0.1 \
-            or np.abs(places.reshape(numbers.shape) - expected).max() > 0.1:
+    numbers, places = (run(x + 1) - added for x in (rows, columns))
+    from_rows, from_columns = np.rint(numbers), np.rint(places)
+    count, there = added.shape[1] // shape[1], from_rows > 0
+    if max(np.abs(numbers - from_rows).max(), np.abs(places - from_columns).max()) > 0.1 \
+            or not there.any(1).any():
+        return None
+    place = from_columns[np.argmax(there.all(1))].astype(np.int64) - 1  # of a row from patches
+    firsts = np.flatnonzero(place == 0)
+    if len(firsts) != count or not np.array_equal(from_columns, np.where(there, place + 1, 0)):
+        return None
+    # The joined row that each column belongs to: columns of one have the same numbers.
+    part = np.array([next((own for own, first in enumerate(firsts) if np.array_equal(
+        from_rows[:, first], column)), -1) for column in from_rows.T])
+    whole = part * shape[1] + place
+    if not np.array_equal(np.sort(whole), np.arange(added.shape[1])):
         return None
     adds = bool(added.any() or not there.all())
-    keeps = not adds and count == 1 and np.array_equal(
-        whole.reshape(-1), np.arange(1, shape[0] + 1))
-    return count, adds, keeps
+    keeps = not adds and np.array_equal(whole, np.arange(len(whole))) and count == 1 \
+        and np.array_equal(from_rows[:, 0], np.arange(1, shape[0] + 1))
+    return _Probed(count, adds, keeps, whole)
 
 
 def _number_rows(graph: gs.Graph) -> None:

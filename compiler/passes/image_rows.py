@@ -113,7 +113,7 @@ def _dynamic(shape: Iterable[Size]) -> int:
 
 
 def between(output: gs.Tensor, data: set[int], allowed: frozenset[str] = LAYOUT,
-            stop: Container[int] = ()) -> Piece | NoMatch:
+            stop: Container[int] = (), reads_shapes: bool = False) -> Piece | NoMatch:
     """The nodes above a tensor up to the nearest ops other than `allowed` along pixels.
 
     Args:
@@ -121,6 +121,7 @@ def between(output: gs.Tensor, data: set[int], allowed: frozenset[str] = LAYOUT,
         data: see `data_tensors`.
         allowed: op types.
         stop: ids of further tensors to end at.
+        reads_shapes: see `cone`.
     """
     borders: set[int] = set()
     waiting, seen = [output], set[int]()
@@ -134,7 +135,7 @@ def between(output: gs.Tensor, data: set[int], allowed: frozenset[str] = LAYOUT,
             waiting.extend(tensor.inputs[0].inputs)
         else:
             borders.add(id(tensor))
-    return cone(output, data, allowed, borders_at=borders)
+    return cone(output, data, allowed, borders_at=borders, reads_shapes=reads_shapes)
 
 
 @dataclass(frozen=True)

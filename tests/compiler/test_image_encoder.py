@@ -35,16 +35,21 @@ SAMPLES = {
     "llava": [{"pixel_values": pixels(1, 3, 28, 28)}] * 2,
     "internvl": [{"pixel_values": pixels(tiles, 3, 28, 28)} for tiles in (2, 5, 1)],
     "gemma3": [{"pixel_values": pixels(tiles, 3, 28, 28)} for tiles in (2, 3, 1)],
+    "mistral3": [{"pixel_values": pixels(1, 3, 14 * rows, 14 * columns),
+                  "image_sizes": np.array([[14 * rows, 14 * columns]])}
+                 for rows, columns in ((4, 6), (10, 8), (2, 4), (12, 10))],
     "qwen3_vl": packed(*GRIDS), "qwen2_5_vl": packed(*GRIDS)}
 # What the passes match, of three layers: attention with a rotary embedding is made of rows.
 FUSED = {
     "llava": {"patches": 1, "norm-op": 5, "linear": 14, "identity": 9, "residual": 4},
     "internvl": {"patches": 1, "norm-op": 7, "layer-scale": 6, "identity": 13, "residual": 6},
     "gemma3": {"patches": 1, "norm-op": 7, "norm-decomposed": 1, "residual": 6},
+    "mistral3": {"patches": 1, "image-attention": 3, "norm-decomposed": 8, "gated-mlp": 3,
+                 "residual": 6},
     "qwen3_vl": {"patches": 1, "image-attention": 3, "norm-op": 8, "activation": 5, "residual": 7},
     "qwen2_5_vl": {"patches": 1, "image-attention": 3, "norm-decomposed": 7, "gated-mlp": 3,
                    "residual": 6}}
-WINDOWS = {"qwen2_5_vl": {"window_size": 56}}
+VISION = {"qwen2_5_vl": {"window_size": 56}, "mistral3": {"image_size": 196}}
 
 
 def export(model, samples):
@@ -55,7 +60,7 @@ def export(model, samples):
 @functools.cache
 def exported(family):
     """A model and its traced encoder."""
-    model = tiny_model(family, **WINDOWS.get(family, {}))
+    model = tiny_model(family, **VISION.get(family, {}))
     return model, export(model, SAMPLES[family][:-1])
 
 
@@ -103,6 +108,8 @@ MERGES = ("merged_rows", "merged_rows.1", "merged_rows.2", "merged_rows.3")
 PROGRAMS = {
     "llava": (["Gather"], ["patches", "position_rows", "cu_seqlens", "merged_rows"]),
     "internvl": (["Gather"] * 4 + ["Concat"], ["patches", "position_rows", "cu_seqlens", *MERGES]),
+    "mistral3": (["Gather"] * 4 + ["Concat", "Columns"], [
+        "patches", "cu_seqlens", "cos", "sin", *MERGES]),
     "qwen3_vl": ((["Gather"] * 4 + ["Concat"]) * 2, [
         "patches", "position_rows", "cu_seqlens", "cos", "sin", *MERGES]),
     "qwen2_5_vl": (["Gather"] * 4 + ["Concat"], [
