@@ -66,6 +66,7 @@ from llmc.compiler.passes.norm import add_norm, norm
 from llmc.compiler.passes.norm_gate import norm_gate
 from llmc.compiler.passes.norm_gemm import norm_gemm
 from llmc.compiler.passes.packing import pack, pad_vocabulary, select_tokens
+from llmc.compiler.passes.pad_heads import pad_heads
 from llmc.compiler.passes.pool import pool
 from llmc.compiler.passes.precision import cache_dtype, cast, elements, narrow_indices
 from llmc.compiler.passes.projections import projections
@@ -245,6 +246,7 @@ IMAGE_PASSES: tuple[GraphPass, ...] = (
 )
 # Passes over the part of the image encoder that a device runs, as in PASSES.
 IMAGE_DEVICE_PASSES: tuple[GraphPass | RankPass, ...] = (
+    GraphPass("pad_heads", pad_heads, _program),  # before projections, which merges GEMMs
     GraphPass("projections", projections, _program),
     GraphPass("norm_gemm", norm_gemm, _kernels),
     GraphPass("elements", elements, _kernels),

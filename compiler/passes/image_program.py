@@ -271,7 +271,7 @@ class _Division:
             self._nodes.append(gs.Node(op="Gather", name=made.name, attrs={"axis": 0},
                                        inputs=[source, rows], outputs=[made]))
             parts.append(made)
-        while len(parts) > 1:  # of at most so many at once
+        while len(parts) > 1:
             some, parts = parts[:MOST_JOINED], parts[MOST_JOINED:]
             made = gs.Variable(f"{some[0].name}.{len(parts)}", np.float32,
                                [_ROWS, sum(int(own.shape[-1]) for own in some)])

@@ -125,6 +125,9 @@ def test_a_program_for_gpus_gives_the_rows_of_transformers(family, dtype, tmp_pa
     parts, _ = lower_image_device(graph, Settings(64, 64, image_samples=samples, options=(
         CompileOptions(target="cuda", dtype=dtype))))
     program = program_of(parts.device, dtype, of_image=True)
+    # Heads of 16 elements are padded for tensor cores.
+    assert {node.fields["head_dim"] for node in program.nodes if "head_dim" in node.fields} == {
+        16 if dtype == "float32" else 32}
     assert program == Program.model_validate_json(program.model_dump_json())
     ops, inputs = PROGRAMS[family]
     assert [node.op for node in program.nodes if node.op not in plugins.registry()] == ops
