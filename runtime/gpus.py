@@ -112,6 +112,7 @@ class GpuReplica:
 
     def close(self) -> None:
         """See `Engine`."""
+        self._images = None  # frees its memory
         for rank in reversed(self._ranks):
             rank.close()
 
