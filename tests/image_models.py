@@ -105,7 +105,7 @@ def assert_image_diff(case, directory):
     pictures = [directory / f"{index}.png" for index in range(2)]
     for picture, image in zip(pictures, images(2), strict=True):
         image.save(picture)
-    report = diff(case, case.parent / "hf", images=pictures, tokens=0)
+    report = diff(case, case.parent / "hf", images=pictures, tokens=0)  # one in a line
     assert report.verdict is None, report
     names = {own.name for own in report.layers if own.name.endswith("(images)")}
     assert {"rows of image 0 (images)", "rows of image 1, deep layer 1 (images)",

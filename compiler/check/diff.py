@@ -562,10 +562,14 @@ def _trace(manifest: Manifest, root: Path, ids: list[int], requested: set[str],
                          EngineConfig(1, most,
                                       kv_cache_tokens=-(-len(ids) // BLOCK_SIZE) * BLOCK_SIZE))
     table = range(replica.limits.num_blocks)
+
+    def fields(start: int, stop: int) -> dict[str, Any]:
+        return {} if rows is None else dict(rows.fields(start, stop))
+
     try:
         steps = [replica.trace(Step.of(
             [ids[start:start + most]], [start], [table], [0], logits="all",
-            **(rows.fields(start, start + most) if rows else {})))
+            **fields(start, start + most)))
             for start in range(0, len(ids), most)]
     finally:
         replica.close()

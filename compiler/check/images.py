@@ -6,7 +6,7 @@ The images are preprocessed by llmc for both models, so that differences are tho
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +15,8 @@ from llmc.artifacts.manifest import Manifest
 from llmc.compiler.check.execute import PromptRows, Values
 from llmc.compiler.check.reference import Model, load_reference, reference_rows, reference_values
 from llmc.compiler.graph.names import HIDDEN_STATE
-from llmc.errors import LlmcError
-from llmc.runtime.core.llm import LLM
+from llmc.errors import LlmcError, reason_of
+from llmc.runtime.core.request import InputProcessor
 from llmc.runtime.engines.cuda_image_encoder import load_image_encoder
 from llmc.runtime.engines.image_encoder import ImageEncoder
 from llmc.runtime.multimodal.rotary_positions import positions_of_items
@@ -56,13 +56,21 @@ def compiled_values(manifest: Manifest, root: Path, prompt: MediaPrompt, run: Ru
 
 def original_values(reference: str | Path, prompt: MediaPrompt, dtype: str = "float32",
                     kv_dtype: str = "") -> Values:
-    """Compute the same tensors with transformers."""
+    """Compute the same tensors with transformers.
+
+    Raises:
+        LlmcError: transformers cannot load the model, or run the prompt.
+    """
     model = load_reference(reference, dtype, takes_images=True)
     items = [own.item.arrays for own in prompt.ranges]
-    rows = {name: own for index, arrays in enumerate(items)
-            for name, own in _named(index, reference_rows(model, arrays)).items()}
-    return rows | reference_values(model, prompt.token_ids, kv_dtype,
-                                   _joined(items) | _token_types(model, prompt))
+    arrays = _joined(items) | _token_types(model, prompt)
+    try:
+        rows = {name: own for index, each in enumerate(items)
+                for name, own in _named(index, reference_rows(model, each)).items()}
+        return rows | reference_values(model, prompt.token_ids, kv_dtype, arrays)
+    except (RuntimeError, ValueError) as error:
+        raise LlmcError(f"transformers cannot run the prompt with images ({reason_of(error)}); "
+                        f"give a prompt with text between the images") from error
 
 
 def read_prompt(manifest: Manifest, root: Path, text: str | None, images: Sequence[Path]) -> \
@@ -70,7 +78,7 @@ def read_prompt(manifest: Manifest, root: Path, text: str | None, images: Sequen
     """Preprocess images, and put them in place of their placeholders.
 
     Args:
-        text: None: the placeholders alone.
+        text: None: the placeholders alone, in lines.
 
     Raises:
         LlmcError: the model takes no images, one is invalid, or the placeholders do not match.
@@ -80,10 +88,10 @@ def read_prompt(manifest: Manifest, root: Path, text: str | None, images: Sequen
                         f"without an image encoder; leave it out")
     if manifest.quantization:
         raise LlmcError("--image is not supported for a model with quantized weights; leave it out")
-    with LLM(root, verify=False, max_batch_size=1) as llm:
-        assert llm.processor is not None
-        placeholder = llm.processor.placeholders["image"]
-        return llm.media_prompt(placeholder * len(images) if text is None else text, images=images)
+    reader = InputProcessor(manifest, root, 1)
+    placeholder = reader.require_processor().placeholders["image"]
+    return reader.media_prompt("\n".join([placeholder] * len(images)) if text is None else text,
+                               images, (), add_special_tokens=True)
 
 
 def _positions(prompt: MediaPrompt) -> np.ndarray:
@@ -91,7 +99,7 @@ def _positions(prompt: MediaPrompt) -> np.ndarray:
     return np.concatenate([own.positions for own in prompt.ranges])
 
 
-def _named(index: int, rows: Sequence[np.ndarray]) -> Values:
+def _named(index: int, rows: Iterable[np.ndarray]) -> Values:
     """Rows of an image, and those of deep layers, by name."""
     return {f"rows of image {index}" + (f", deep layer {layer - 1}" if layer else ""): own
             for layer, own in enumerate(rows)}

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from image_models import images, prompts_of, write_model
+from image_models import assert_image_diff, images, prompts_of, write_model
 
 import llmc
 from llmc.artifacts.manifest import read_manifest
@@ -105,3 +105,10 @@ def test_steps_without_images_are_captured(cases, monkeypatch):
     with llmc.LLM(root / "float32") as llm:
         assert_like(llm.generate(prompts, GREEDY), expected)
     assert 0 < sum(len(step.embed_ids) > 0 for step in steps) < len(steps)
+
+
+def test_diff_compares_images(cases, tmp_path):
+    root, *_ = cases
+    if root.name.startswith("qwen3_vl"):  # with deep rows
+        assert_image_diff(root / "float32", tmp_path)
+        assert_image_diff(root / "bfloat16", tmp_path)
