@@ -71,15 +71,19 @@ class ImageEncoder:
         feeds = {name: array for name, array in arrays.items() if name not in UNREAD}
         for own in self._program.computed:
             feeds |= vision_inputs.compute(own, arrays[GRID])
-        with cpu_sessions.translate_errors(f"ONNX Runtime failed in '{self._path}'",
-                                           "give fewer or smaller images"):
-            return np.stack(self._run(feeds))
+        return np.stack(self._run(feeds))
 
     def _run(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """Return the rows of each output, float32 [num_rows, width]."""
-        rows: list[np.ndarray] = self._session.run(
-            [tensor.name for tensor in self._program.outputs], feeds)
-        return rows
+        computed = self._run_session(feeds)
+        return [computed[tensor.name] for tensor in self._program.outputs]
+
+    def _run_session(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the outputs of the graph by name."""
+        names = [tensor.name for tensor in self._session.get_outputs()]
+        with cpu_sessions.translate_errors(f"ONNX Runtime failed in '{self._path}'",
+                                           "give fewer or smaller images"):
+            return dict(zip(names, self._session.run(names, feeds), strict=True))
 
     def _check(self) -> None:
         """Compare the graph with the manifest."""
@@ -87,11 +91,11 @@ class ImageEncoder:
         inputs = {tensor.name: (tensor.dtype, tensor.shape) for tensor in program.inputs}
         widths = {tensor.name: (tensor.dtype, tensor.width) for tensor in program.outputs}
         outputs = cpu_sessions.tensor_types(session.get_outputs())  # with a known number of rows
-        if len(program.steps) > 1:  # the last gives the outputs
-            widths = {}
-            outputs = dict.fromkeys(set(outputs) ^ set(program.steps[0].outputs))
-        if cpu_sessions.tensor_types(session.get_inputs()) != inputs or widths != {
-                name: (dtype, shape[-1]) for name, (dtype, shape) in outputs.items()}:
+        step = program.steps[0]
+        assert isinstance(step, GraphStep)
+        fits = widths == {name: (dtype, shape[-1]) for name, (dtype, shape) in outputs.items()} \
+            if len(program.steps) == 1 else outputs.keys() == {*step.outputs}
+        if cpu_sessions.tensor_types(session.get_inputs()) != inputs or not fits:
             raise LlmcError(f"'{self._path}' has other inputs or outputs than {MANIFEST_NAME} "
                             f"lists; compile the model again")
 
@@ -109,8 +113,7 @@ class DividedImageEncoder(ImageEncoder):
         self._run_program = run
 
     def _run(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        names = [tensor.name for tensor in self._session.get_outputs()]
-        computed = dict(zip(names, self._session.run(names, feeds), strict=True))
+        computed = self._run_session(feeds)
         order = computed.pop(ROW_ORDER, None)
         rows = self._run_program(with_equal_segments(computed))
         return rows if order is None else [own[order] for own in rows]
