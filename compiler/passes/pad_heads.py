@@ -84,9 +84,9 @@ def _rewrite(graph: gs.Graph, match: _Padded, settings: Settings) -> None:
     dim = int(fields["head_dim"])
     for gemm in match.sources.values():
         given, result = operands(gemm), gemm.outputs[0]
-        padded = {name: _constant(given[name], result, _rows(values_of(given[name]), dim,
-                                                             match.dim))
-                  for name in ("weight", "bias") if name in given}
+        padded: dict[str, gs.Tensor | None] = {
+            name: _constant(given[name], result, _rows(values_of(given[name]), dim, match.dim))
+            for name in ("weight", "bias") if name in given}
         result.shape = [result.shape[0], len(_places(result.shape[-1], dim, match.dim))]
         replace(graph, GEMM, {**given, **padded}, [result], gemm.attrs)
     result, given = node.outputs[0], operands(match.reader)

@@ -128,13 +128,13 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
         program, more = cpu.write_image(image, places, directory)
         files += more
         if image.device is not None:
-            path = directory / _IMAGE_PROGRAM
+            written = directory / _IMAGE_PROGRAM
             text = program_of(image.device, dtype, of_image=True).model_dump_json(
                 indent=1, exclude_defaults=True) + "\n"
-            path.write_text(text, encoding="utf-8")
-            files.append(file_entry(path))
+            written.write_text(text, encoding="utf-8")
+            files.append(file_entry(written))
             program = program.model_copy(update={
-                "steps": (*program.steps, graph_step(f"{name}/{path.name}", image.device)),
+                "steps": (*program.steps, graph_step(f"{name}/{written.name}", image.device)),
                 "outputs": tuple(TensorInfo(name=own.name, dtype="float32", shape=(
                     "num_embeds", own.shape[-1])) for own in image.device.outputs)})
         chip = chip.model_copy(update={"image": program})
