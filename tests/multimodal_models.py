@@ -117,4 +117,5 @@ def run_encoder(loaded, computed, arrays):
     feeds = {name: array for name, array in arrays.items() if name != "image_grid_thw"}
     for own in computed:
         feeds |= vision_inputs.compute(own, arrays["image_grid_thw"])
-    return loaded.run(None, feeds)
+    names = {own.name for own in loaded.get_inputs()}
+    return loaded.run(None, {name: array for name, array in feeds.items() if name in names})

@@ -18,6 +18,7 @@ from llmc.compiler.graph.names import HIDDEN_STATE
 from llmc.errors import LlmcError, reason_of
 from llmc.runtime.core.input_embeds import InputEmbeds
 from llmc.runtime.core.request import InputProcessor
+from llmc.runtime.engines.cuda_image_encoder import load_image_encoder
 from llmc.runtime.engines.image_encoder import ImageEncoder
 from llmc.runtime.multimodal.rotary_positions import positions_of_items
 from llmc.runtime.prompts import MediaPrompt
@@ -36,7 +37,8 @@ def compiled_values(manifest: Manifest, root: Path, prompt: MediaPrompt, run: Ru
     Returns:
         For each chip its hidden states and logits; of the first also the rows of each image.
     """
-    encoder = ImageEncoder(manifest, root, _ENCODER_THREADS)
+    encoder = load_image_encoder(manifest, root, _ENCODER_THREADS, device=0) \
+        if manifest.target.spec.gpu else ImageEncoder(manifest, root, _ENCODER_THREADS)
     encoded = [encoder.encode(own.item.arrays) for own in prompt.ranges]
     embeds, *deep = np.concatenate(encoded, axis=1)
     embed_ids = np.full(len(prompt), -1, np.int32)

@@ -16,6 +16,7 @@ from llmc.compiler.frontend.image_masks import ImageMasks, image_masks
 from llmc.compiler.frontend.parts import build
 from llmc.compiler.frontend.raw import RawImageEncoder
 from llmc.compiler.frontend.trace import to_graph
+from llmc.compiler.graph.image_samples import ImageSample
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.options import LANGUAGE_MODEL_ONLY
 from llmc.errors import LlmcError
@@ -46,15 +47,16 @@ def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
         LlmcError: the encoder cannot be exported, or a tensor is missing or has another shape.
     """
     samples = _samples(Processor(description))
-    proto, computed = trace_image(copy.deepcopy(config), [item.arrays for item in samples],
-                                  [item.num_rows for item in samples])
+    traced = trace_image(copy.deepcopy(config), [item.arrays for item in samples],
+                         [item.num_rows for item in samples])
     with torch.device("meta"):
         model = build(copy.deepcopy(config), IMAGE, False)
     checkpoint = Checkpoint(model, tensors)
-    graph = to_graph(proto, checkpoint.spelled & model.state_dict().keys())
+    graph = to_graph(traced.proto, checkpoint.spelled & model.state_dict().keys())
     attach_weights(graph, model, checkpoint, origin, names)
+    inputs = tuple(ImageSample.of(arrays, graph.inputs) for arrays in traced.inputs)
     _name_sizes(graph)
-    return RawImageEncoder(graph, computed, grid, masks.kind, masks.token_id)
+    return RawImageEncoder(graph, traced.computed, grid, masks.kind, masks.token_id, inputs)
 
 
 def check_language_model(config: Any, description: ProcessorDescription) -> ImageMasks:
@@ -78,7 +80,7 @@ def _samples(processor: Processor) -> Sequence[MediaItem]:
 
 
 def _name_sizes(graph: gs.Graph) -> None:
-    """Name the dynamic sizes of inputs and outputs as `ImageEncoderProgram` does."""
+    """Name the dynamic sizes of inputs as `ImageEncoderProgram` does; check the outputs'."""
     names: dict[str, str] = {}
     for tensor in graph.inputs:
         tensor.shape = [names.setdefault(str(size), f"image_{len(names)}")
@@ -88,4 +90,3 @@ def _name_sizes(graph: gs.Graph) -> None:
         if not isinstance(width, int):
             raise LlmcError(f"the image encoder's output {tensor.name!r} has the width {width}, "
                             f"which is not constant; use another model")
-        tensor.shape = ["num_embeds", width]

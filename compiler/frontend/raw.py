@@ -22,6 +22,7 @@ from llmc.artifacts.manifest import (
 )
 from llmc.artifacts.vision_input import VisionInput
 from llmc.compiler.frontend.origin import Origin
+from llmc.compiler.graph.image_samples import ImageSample
 from llmc.compiler.graph.weights import Weight
 from llmc.runtime.multimodal.processor import ProcessorDescription
 
@@ -96,6 +97,7 @@ class RawImageEncoder:
             `POSITION_IDS`; None: it has one position of each token.
         bidirectional: tokens of the language model that see each other; see `ImageEncoderProgram`.
         token_id: token id that the language model reads at positions of rows; None: the prompt's.
+        samples: its inputs for images of several sizes.
     """
 
     graph: gs.Graph
@@ -103,6 +105,7 @@ class RawImageEncoder:
     grid: PositionGrid | None = None
     bidirectional: Bidirectional | None = None
     token_id: int | None = None
+    samples: tuple[ImageSample, ...] = ()
 
 
 @dataclass(frozen=True)

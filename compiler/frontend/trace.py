@@ -220,6 +220,8 @@ def _export_module(
                     module._parameters[name] = replaced[id(parameter)]
         wrapped, inputs, outputs = wrap()
         dims = {name: torch.export.Dim(name) for name in ("batch", "seq", "mem_seq")}
+        if longest and longest > 5 and "input_ids" in inputs:  # otherwise tables export twice
+            dims["seq"] = torch.export.Dim("seq", max=longest)
         exported = export_onnx(
             wrapped.eval(), {name: value for name, (value, _) in inputs.items()},
             [{0: dims["batch"], 1: dims[length]} for _, length in inputs.values()], outputs,

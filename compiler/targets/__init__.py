@@ -36,13 +36,21 @@ class Draft:
 
 @dataclass(frozen=True)
 class ImageEncoder:
-    """The image encoder of rank 0; see `RawImageEncoder`."""
+    """The image encoder of rank 0; see `RawImageEncoder`.
+
+    With `device`, `graph` computes its inputs on the host; see `ImageParts`.
+    """
 
     graph: gs.Graph
     computed: tuple[VisionInput, ...]
     grid: PositionGrid | None
     bidirectional: Bidirectional | None
     token_id: int | None
+    device: gs.Graph | None = None
+
+    @property
+    def graphs(self) -> list[gs.Graph]:
+        return [self.graph, *([] if self.device is None else [self.device])]
 
 
 class Backend(Protocol):

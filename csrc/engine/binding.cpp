@@ -102,6 +102,10 @@ void bind_program(nb::module_& m) {
       .def("add_memory", &Program::add_memory)
       .def("add_embeds", &Program::add_embeds)
       .def("add_features", &Program::add_features)
+      .def("add_array",
+           [](Program& self, const std::string& name, const std::string& dtype,
+              const Shape& shape) { return self.add_array(name, dtype_of(dtype), shape); })
+      .def("set_outputs", &Program::set_outputs)
       .def("add_adapters",
            [](Program& self, const std::string& dtype, const Shape& shape) {
              return self.add_adapters(dtype_of(dtype), shape);
@@ -307,6 +311,14 @@ void bind_engine(nb::module_& m) {
              nb::gil_scoped_release release;
              self.encode({host(input_ids), host(features), host(position_ids), host(cu_seqlens),
                           host(memory_rows)});
+           })
+      .def("encode_image",
+           [](Engine& self, const std::vector<Array<uint8_t>>& arrays, int num_tokens, int num_rows,
+              int batch) {
+             std::vector<HostArray<uint8_t>> given;
+             for (const Array<uint8_t>& array : arrays) given.push_back(host(array));
+             nb::gil_scoped_release release;
+             self.encode_image(given, num_tokens, num_rows, batch);
            })
       .def("watch", &Engine::watch)
       .def("read_watched",

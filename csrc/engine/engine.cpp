@@ -87,6 +87,7 @@ Engine::Engine(Program program, int device, const std::string& attention_backend
   if (!program_.nodes(Part::kDraft).empty()) make_drafter();
   if (program_.limits().prompt_lookup)
     lookup_ = std::make_unique<PromptLookup>(program_.limits(), memory_, stream_.handle);
+  if (!program_.outputs().empty()) watch(program_.outputs());
   synchronize();
 }
 
@@ -460,6 +461,38 @@ void Engine::encode(const EncoderInputs& inputs) {
   upload(inputs_.memory_rows, memory + rows, inputs.memory_rows.bytes(), stream_.handle);
   count_collectives(Part::kEncoder);
   enqueue(encoder_, step);
+}
+
+void Engine::encode_image(const std::vector<HostArray<uint8_t>>& arrays, int num_tokens,
+                          int num_rows, int batch) {
+  if (program_.outputs().empty()) throw Error("the program is not that of an image encoder");
+  check_size("the inputs of an image encoder", static_cast<int64_t>(arrays.size()),
+             static_cast<int64_t>(program_.arrays().size()));
+  const Limits& limits = program_.limits();
+  if (num_tokens < 1 || num_tokens > limits.max_tokens || num_rows < 1 ||
+      num_rows > limits.max_logits || batch < 1 || batch > limits.max_batch)
+    throw Error("an image of " + std::to_string(num_tokens) + " patches, " +
+                std::to_string(num_rows) + " rows and " + std::to_string(batch) +
+                " segments exceeds the engine's limits of " + std::to_string(limits.max_tokens) +
+                ", " + std::to_string(limits.max_logits) + " and " +
+                std::to_string(limits.max_batch));
+  Step step{num_tokens, num_rows, batch};
+  step.longest = step.reach = num_tokens;
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    const int number = program_.arrays()[i];
+    const Declared& array = program_.tensor(number);
+    const Tensor resolved = resolve(number, step);
+    check_size(array.name.c_str(), arrays[i].size, resolved.size() * width(resolved.dtype));
+    if (array.dtype == DType::kInt32)
+      check_segments({reinterpret_cast<const int32_t*>(arrays[i].data), batch + 1}, num_tokens);
+    if (array.dtype == DType::kInt64)
+      check_merged_rows({reinterpret_cast<const int64_t*>(arrays[i].data), num_rows}, num_tokens);
+  }
+  use_device();
+  for (size_t i = 0; i < arrays.size(); ++i)
+    upload(places_[program_.arrays()[i]], arrays[i].data, arrays[i].size, stream_.handle);
+  enqueue(model_, step);
+  synchronize();
 }
 
 Engine::Ticket& Engine::next_ticket() {

@@ -92,6 +92,10 @@ class Engine {
 
   // Enqueues the encoder for prompts: see EncoderInputs.
   void encode(const EncoderInputs& inputs);
+  // Runs an image encoder, and waits for it; read_watched() then returns its outputs.
+  // `arrays` are in the order of Program::arrays().
+  void encode_image(const std::vector<HostArray<uint8_t>>& arrays, int num_tokens, int num_rows,
+                    int batch);
 
   // From now on, keeps the content of these values right after the node that produces them. The
   // host synchronizes at each of them. Empty: keeps nothing.

@@ -482,6 +482,18 @@ Step check_step(const EncoderInputs& inputs, const Limits& limits) {
   return {static_cast<int>(num_tokens), 0, static_cast<int>(batch)};
 }
 
+void check_segments(const HostArray<int32_t>& cu_seqlens, int num_tokens) {
+  const int64_t last = cu_seqlens.size - 1;
+  if (last < 1 || cu_seqlens[0] != 0 || cu_seqlens[last] != num_tokens ||
+      !std::is_sorted(cu_seqlens.begin(), cu_seqlens.end()))
+    throw Error("the segments of an image are not in order, or do not end at patch " +
+                text(num_tokens));
+}
+
+void check_merged_rows(const HostArray<int64_t>& rows, int num_tokens) {
+  check_range("the patches of an image's rows", rows, 0, num_tokens);
+}
+
 // Compares sequences with the same first block with the first of them. The gain is the number of
 // positions that all but one of the sharing sequences do not read. Rows of one sequence count once.
 Prefix shared_prefix(const StepInputs& inputs, int block_size) {

@@ -213,6 +213,12 @@ struct EncoderInputs {
 };
 Step check_step(const EncoderInputs& inputs, const Limits& limits);
 
+// Throws Error unless the segments of an image's patches begin at 0 and end at the last patch; any
+// may be empty.
+void check_segments(const HostArray<int32_t>& cu_seqlens, int num_tokens);
+// Throws Error unless these are indices of patches.
+void check_merged_rows(const HostArray<int64_t>& rows, int num_tokens);
+
 // Throws Error unless an array has the expected size.
 void check_size(const char* what, int64_t size, int64_t wanted);
 

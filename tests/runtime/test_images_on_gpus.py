@@ -13,13 +13,21 @@ from image_models import (
     prompts_of,
     write_model,
 )
-from schedule_interpreter import LIMITS, Interpreters, interpreted
+from schedule_interpreter import (
+    LIMITS,
+    Interpreters,
+    interpreted,
+    interpreted_image_encoder,
+)
 
 import llmc
 from llmc.artifacts.manifest import read_manifest
+from llmc.artifacts.program import read_image_program
 from llmc.compiler.check import diff as diff_module
+from llmc.compiler.check import images as check_images
 from llmc.runtime.engines import host
 from llmc.runtime.engines.cuda import step_arrays
+from llmc.runtime.engines.cuda_image_encoder import declare_image_program, limits_of
 
 COMMON = ("llava", 1)  # the others are thorough
 # Tokens of a step for prompts whose tokens all see each other.
@@ -81,6 +89,30 @@ def test_the_engine_accepts_the_steps_of_positions_by_axis(extension, by_axis, s
                 deep_embeds=np.zeros((2, rows, width), np.float32))))
 
 
+def test_the_engine_accepts_the_program_of_an_encoder(extension, by_axis):
+    """Its tensors and nodes are declared without a GPU; wrong ones are refused."""
+    _, case = by_axis
+    manifest = read_manifest(case)
+    assert [step.path for step in manifest.image.steps] == ["chip0/image.onnx", "chip0/image.json"]
+    program, stored = read_image_program(manifest, case)
+    limits = limits_of(program, 512, 128, 64)
+    numbers, weights = declare_image_program(extension.Program(**limits), program)
+    assert len(numbers) == len(program.tensors) and weights.keys() == stored.keys()
+    for name, dtype, shape, words in (
+            ("pixels", "float32", [-1, 8], "unknown input of an image encoder 'pixels'"),
+            ("cos", "float16", [-1, 8], "is of float16 and has 2 axes, expected float32"),
+            ("merged_rows.1", "int64", [-1], "merged_rows.1 is of int64")):
+        with pytest.raises(extension.CudaError, match=words):
+            extension.Program(**limits).add_array(name, dtype, shape)
+    declared = extension.Program(**limits)
+    patches = declared.add_array("patches", "float32", [-1, 8])
+    value = declared.add_value("float32", [-1, 8], 0, False)
+    with pytest.raises(extension.CudaError, match="is patches, which only an input 'x' takes"):
+        declared.add_node("Add", {}, [value, patches], [value])
+    with pytest.raises(extension.CudaError, match="0 outputs"):
+        declared.set_outputs([])
+
+
 def test_drafts_of_steps_in_flight_have_positions_after_the_images(by_axis):
     """Of a step whose number of accepted drafts the host does not know yet."""
     _, case = by_axis
@@ -124,5 +156,6 @@ def test_diff_compares_images(by_axis, tmp_path, monkeypatch):
     monkeypatch.setattr(diff_module, "device_count", lambda: 8)
     monkeypatch.setattr(diff_module, "GpuReplica",
                         lambda manifest, case, placements, room: Interpreters(case))
+    monkeypatch.setattr(check_images, "load_image_encoder", interpreted_image_encoder)
     monkeypatch.setattr(diff_module, "MAX_LOGITS", 50)  # a chunk ends within an image
     assert_image_diff(case, tmp_path)
