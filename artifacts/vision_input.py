@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 GRID = "image_grid_thw"  # array of a processor: frames, rows and columns of an image's patches
 SIZES = "image_sizes"  # array of a processor: height and width of an image, those of its pixels
-UNREAD = frozenset({GRID, SIZES})  # arrays that no graph reads
+UNREAD = frozenset({GRID, SIZES})  # arrays that few graphs read
 
 VisionFunction = Literal[
     "get_vision_cu_seqlens", "get_vision_position_ids", "get_vision_window_index",

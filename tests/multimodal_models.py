@@ -15,6 +15,7 @@ _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "
            "out_hidden_size": 64, "image_size": 28, "patch_size": 14,
            "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0], "embed_dim": 32}
 _MROPE = families.rope("default", mrope_section=[4, 2, 2])
+_PARTIAL_MROPE = families.rope("default", partial_rotary_factor=0.5, mrope_section=[2, 1, 1])
 # Vision and language models have equal numbers of layers, so that they could be confused.
 TEXTS = {
     "gemma3": {**families.FAMILIES["gemma3_text"], "num_hidden_layers": 3},
@@ -33,12 +34,22 @@ TEXTS = {
     "llama4": families.OWN_ATTENTION["llama4_text"],
     "internvl": families.FAMILIES["qwen2"],
     "smolvlm": families.FAMILIES["llama"],
+    "vipllava": families.FAMILIES["llama"],
+    "lighton_ocr": families.FAMILIES["qwen3"],
+    "qianfan_ocr": families.FAMILIES["qwen3"],
+    "aya_vision": families.UNPLANNED["cohere2"],
+    "cohere2_vision": families.UNPLANNED["cohere2"],
+    "exaone4_5": families.UNPLANNED["exaone4"],
+    "qwen2_vl": {**families.FAMILIES["qwen2"], **_MROPE},
+    "glm4v": {**families.UNPLANNED["glm"], **_PARTIAL_MROPE},
+    "glm_ocr": {**families.UNPLANNED["glm"], **_PARTIAL_MROPE},
     "idefics3": families.FAMILIES["llama"],
 }
 # Models whose language model is part of another class.
 WHOLES = {"mistral4": "mistral3"}
 # Fields of the whole config. One row of four patches.
-_WHOLE = {"mm_tokens_per_image": 1, "scale_factor": 2}
+_WHOLE = {"mm_tokens_per_image": 1, "scale_factor": 2, "alignment_intermediate_size": 48}
+_OWN_WHOLE = {"vipllava": {"vision_feature_layer": [-1, -3]}}
 
 
 def tiny_model(family, token_id=families.VOCAB - 1, text=(), whole=(), **vision):
@@ -63,7 +74,8 @@ def tiny_model(family, token_id=families.VOCAB - 1, text=(), whole=(), **vision)
         **{kind: {"model_type": given.model_type, **sizes[kind]} for kind, given in kinds.items()},
         **{name: token_id for name in ("image_token_id", "video_token_id", "image_token_index")
            if hasattr(base, name)},
-        **{name: value for name, value in (_WHOLE | dict(whole)).items() if hasattr(base, name)})
+        **{name: value for name, value in (
+            _WHOLE | _OWN_WHOLE.get(family, {}) | dict(whole)).items() if hasattr(base, name)})
     return families.randomized(
         AutoModelForImageTextToText.from_config(config, attn_implementation="eager"))
 

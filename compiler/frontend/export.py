@@ -137,14 +137,15 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
             check_features(model, part)
         check_made(model, completed, origin)
         grid = None if images is None else position_grid(complete)
+        # Before the language model: what is not supported ends the compilation early.
+        image = None if images is None else export_image(complete, all_tensors, origin, images,
+                                                         names, grid)
         graphs = [_export_part(copy.deepcopy(config), part, model, completed, origin,
                                trust_remote_code, names, notes, by_axis=grid is not None)
                   for part in parts]
         if not takes_embeds and images is None:
             remove_mark(graphs[0])
-        image = None
-        if images is not None:
-            image = export_image(complete, all_tensors, origin, images, names, grid)
+        if image is not None:
             mark_deep_embeds(graphs[0], model, image)
 
         draft = export_mtp(config, completed, origin, graphs[0], names, trust_remote_code) \

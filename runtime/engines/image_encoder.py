@@ -66,7 +66,9 @@ class ImageEncoder:
 
     def encode(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         """Run the encoder on one image: [num_outputs, num_rows, width]."""
-        feeds = {name: array for name, array in arrays.items() if name not in UNREAD}
+        read = {tensor.name for tensor in self._program.inputs}
+        feeds = {name: array for name, array in arrays.items()
+                 if name in read or name not in UNREAD}
         for own in self._program.computed:
             feeds |= vision_inputs.compute(own, arrays[GRID])
         with cpu_sessions.translate_errors(f"ONNX Runtime failed in '{self._path}'",

@@ -3,10 +3,14 @@
 | processor class | placeholder | rows of the encoder are at |
 | --- | --- | --- |
 | Qwen2VL, Qwen2_5_VL, Qwen3VL, Qwen2_5Omni, Qwen3OmniMoe | image_token | image_token |
+| Exaone4_5, Glm4v, Glm46V | image_token | image_token |
 | Gemma3 | boi_token | image_token |
 | Gemma3n, Gemma4 | image_token, audio_token | the same |
-| Pixtral, Llava, LlavaNext, LlavaOnevision | image_token | image_token |
+| Pixtral, LightOnOcr, Llava, LlavaNext, LlavaOnevision | image_token | image_token |
 | InternVL | context_image_token | context_image_token |
+| QianfanOCR | image_placeholder_token | context_image_token |
+| AyaVision | image_token | img_patch_token |
+| Cohere2Vision | image_token | image_token |
 | Idefics3, SmolVLM | image_token | image_token |
 | Llama4 | image_token | patch_token |
 | Mllama | image_token | none: cross-attention |
@@ -76,12 +80,18 @@ class ImageTokenReplacement(PromptReplacement):
 
 class Qwen2VLReplacement(ImageTokenReplacement):
     processor_class: Literal["Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor",
-                             "Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor"]
+                             "Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor",
+                             "Exaone4_5_Processor"]
     image_token: str = "<|image_pad|>"
 
     def text(self, arrays: Arrays, processor: Any) -> str:
         count: int = int(arrays["image_grid_thw"].prod()) // processor.merge_size ** 2
         return self.image_token * count
+
+
+class Glm4vReplacement(Qwen2VLReplacement):
+    processor_class: Literal["Glm4vProcessor", "Glm46VProcessor"]  # type: ignore[assignment]
+    image_token: str = "<|image|>"
 
 
 class Gemma3Replacement(PromptReplacement):
@@ -152,6 +162,18 @@ class PixtralReplacement(ImageTokenReplacement):
         rows, columns = (int(own) // side for own in arrays["image_sizes"][0])
         row = self.image_token * columns
         return self.image_break_token.join([row] * rows) + self.image_end_token
+
+
+class LightOnOcrReplacement(ImageTokenReplacement):
+    processor_class: Literal["LightOnOcrProcessor"]
+    patch_size: Positive = 14
+    spatial_merge_size: Positive = 2
+    image_token: str = "<|image_pad|>"
+
+    def text(self, arrays: Arrays, processor: Any) -> str:
+        side = self.patch_size * self.spatial_merge_size
+        rows, columns = (int(own) // side for own in arrays["image_sizes"][0])
+        return self.image_token * (rows * columns)
 
 
 class LlavaReplacement(ImageTokenReplacement):
@@ -239,6 +261,57 @@ class InternVLReplacement(PromptReplacement):
         return f"{self.start_image_token}{rows}{self.end_image_token}"
 
 
+class QianfanOCRReplacement(InternVLReplacement):
+    processor_class: Literal["QianfanOCRProcessor"]  # type: ignore[assignment]
+    image_placeholder_token: str = "<image>"
+
+    @property
+    def placeholder(self) -> str:
+        return self.image_placeholder_token
+
+    @property
+    def row_token(self) -> str:
+        return self.context_image_token
+
+
+class AyaVisionReplacement(ImageTokenReplacement):
+    image_settings: ClassVar[dict[str, Any]] = {"crop_to_patches": True}
+
+    processor_class: Literal["AyaVisionProcessor"]
+    patch_size: Positive = 28
+    img_size: Positive = 364
+    downsample_factor: Positive = 1
+    start_of_img_token: str = "<|START_OF_IMG|>"
+    end_of_img_token: str = "<|END_OF_IMG|>"
+    img_patch_token: str = "<|IMG_PATCH|>"
+    tile_token: str = "TILE"
+    tile_global_token: str = "TILE_GLOBAL"
+
+    @property
+    def row_token(self) -> str:
+        return self.img_patch_token
+
+    def text(self, arrays: Arrays, processor: Any) -> str:
+        tile = self.img_patch_token * (
+            self.img_size // (self.patch_size * self.downsample_factor)) ** 2
+        tiles = "".join(f"{self.tile_token}_{index}{tile}"
+                        for index in range(1, len(arrays["pixel_values"])))
+        return f"{self.start_of_img_token}{tiles}{self.tile_global_token}{tile}" \
+               f"{self.end_of_img_token}"
+
+
+class Cohere2VisionReplacement(ImageTokenReplacement):
+    processor_class: Literal["Cohere2VisionProcessor"]
+    image_token: str = "<|IMG_PATCH|>"
+    boi_token: str = "<|START_OF_IMG|>"
+    eoi_token: str = "<|END_OF_IMG|>"
+    img_line_break_token: str = "<|IMG_LINE_BREAK|>"
+
+    def text(self, arrays: Arrays, processor: Any) -> str:
+        tile = self.image_token * processor.patch_size ** 2 + self.img_line_break_token
+        return f"{self.boi_token}{tile * len(arrays['pixel_values'])}{self.eoi_token}"
+
+
 class Idefics3Replacement(ImageTokenReplacement):
     processor_class: Literal["Idefics3Processor", "SmolVLMProcessor"]
     image_seq_len: Positive = 169
@@ -246,7 +319,7 @@ class Idefics3Replacement(ImageTokenReplacement):
     global_image_token: str = "<global-img>"
 
     def unused_inputs(self) -> tuple[str, ...]:
-        return "rows", "cols"
+        return "rows", "cols", "pixel_attention_mask"  # the mask is 1 everywhere
 
     def text(self, arrays: Arrays, processor: Any) -> str:
         rows, columns = int(arrays["rows"][0, 0]), int(arrays["cols"][0, 0])
@@ -367,9 +440,11 @@ class Gemma4AudioReplacement(AudioTokenReplacement):
 
 
 AnyImageReplacement = Annotated[
-    Qwen2VLReplacement | Gemma3Replacement | Gemma3nReplacement | Gemma4Replacement
-    | PixtralReplacement | LlavaReplacement | LlavaNextReplacement | LlavaOnevisionReplacement
-    | InternVLReplacement | Idefics3Replacement | Llama4Replacement | MllamaReplacement,
+    Qwen2VLReplacement | Glm4vReplacement | Gemma3Replacement | Gemma3nReplacement
+    | Gemma4Replacement | PixtralReplacement | LightOnOcrReplacement | LlavaReplacement
+    | LlavaNextReplacement | LlavaOnevisionReplacement | InternVLReplacement
+    | QianfanOCRReplacement | AyaVisionReplacement | Cohere2VisionReplacement
+    | Idefics3Replacement | Llama4Replacement | MllamaReplacement,
     Field(discriminator="processor_class")]
 AnyAudioReplacement = Annotated[
     Qwen2AudioReplacement | Qwen3OmniReplacement | Gemma3nAudioReplacement
