@@ -15,12 +15,14 @@ from processor_checkpoints import FAMILIES, image_of, write_checkpoint
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llava": ("llava", {"image_size": 112}),
     "internvl": ("internvl", {"image_size": [112, 112], "patch_size": [14, 14]}),
-    "llama4": ("llama4", {"image_size": 112, "intermediate_size": 128, "projector_input_dim": 32,
+    "llama4": ("llama4", {"image_size": 112, "intermediate_size": 128, "projector_input_dim": 40,
                           "projector_output_dim": 40, "vision_output_dim": 40}),
     "idefics3": ("idefics3", {"image_size": 91, "patch_size": 15}),
     "smolvlm": ("smolvlm", {"image_size": 128, "patch_size": 32}),
     "mistral3": ("pixtral", {"image_size": 400, "patch_size": 14}),
     "vipllava": ("llava", {"image_size": 112}),
+    "llava_next": ("llava_next", {"image_size": 112}),
+    "llava_onevision": ("llava_onevision", {"image_size": 96, "patch_size": 16}),
     "lighton_ocr": ("lighton_ocr", {"image_size": 400, "patch_size": 14}),
     "qianfan_ocr": ("qianfan_ocr", {"image_size": 112, "patch_size": 14}),
     "aya_vision": ("aya_vision", {"image_size": 112, "patch_size": 14}),
@@ -34,6 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl": ("qwen3_vl", {"patch_size": 16, "deepstack_visual_indexes": [0, 1]}),
     "qwen3_vl_moe": ("qwen3_vl", {"patch_size": 16, "deepstack_visual_indexes": [0, 1]}),
     "qwen3_5": ("qwen3_vl", {"patch_size": 16}),
+    "qwen3_5_moe": ("qwen3_vl", {"patch_size": 16}),
 }
 REFUSED = {"gemma3": ("gemma3", {"image_size": 224, "patch_size": 14})}
 # Widths and heights of three images.

@@ -30,11 +30,16 @@ TEXTS = {
     "qwen3_5": {**families.HYBRIDS["qwen3_5_text"], "rope_parameters": {
         "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0,
         "mrope_section": [4, 2, 2]}},
+    "qwen3_5_moe": {**families.HYBRIDS["qwen3_5_moe_text"], "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0,
+        "mrope_section": [4, 2, 2]}},
     "llava": families.FAMILIES["llama"],
     "llama4": families.OWN_ATTENTION["llama4_text"],
     "internvl": families.FAMILIES["qwen2"],
     "smolvlm": families.FAMILIES["llama"],
     "vipllava": families.FAMILIES["llama"],
+    "llava_next": families.FAMILIES["mistral"],
+    "llava_onevision": families.FAMILIES["qwen2"],
     "lighton_ocr": families.FAMILIES["qwen3"],
     "qianfan_ocr": families.FAMILIES["qwen3"],
     "aya_vision": families.UNPLANNED["cohere2"],
@@ -49,7 +54,13 @@ TEXTS = {
 WHOLES = {"mistral4": "mistral3"}
 # Fields of the whole config. One row of four patches.
 _WHOLE = {"mm_tokens_per_image": 1, "scale_factor": 2, "alignment_intermediate_size": 48}
-_OWN_WHOLE = {"vipllava": {"vision_feature_layer": [-1, -3]}}
+_OWN_WHOLE = {
+    "vipllava": {"vision_feature_layer": [-1, -3]},
+    "llava_next": {"image_grid_pinpoints": [[112, 224], [224, 112], [224, 224], [336, 112],
+                                            [112, 336]]},
+    "llava_onevision": {"image_grid_pinpoints": [
+        [96 * row, 96 * column] for row in range(1, 5) for column in range(1, 5)],
+        "vision_aspect_ratio": "anyres_max_4"}}
 
 
 def tiny_model(family, token_id=families.VOCAB - 1, text=(), whole=(), **vision):
@@ -95,6 +106,9 @@ def encoder_rows(model, arrays):
     with torch.no_grad():
         output = model.get_image_features(
             **{name: torch.from_numpy(array) for name, array in arrays.items()}, return_dict=True)
+    if getattr(output, "pooler_output", None) is None:  # Llama 4's forward projects
+        with torch.no_grad():
+            output.pooler_output = model.multi_modal_projector(output.last_hidden_state)
     several = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
     return [torch.cat(list(rows)).reshape(-1, rows[0].shape[-1]).numpy() for rows in several]
 
@@ -124,7 +138,8 @@ def session(proto, model):
 
 def run_encoder(loaded, computed, arrays):
     """Run an exported encoder on what a processor gives for one image."""
-    feeds = {name: array for name, array in arrays.items() if name != "image_grid_thw"}
+    read = {tensor.name for tensor in loaded.get_inputs()}
+    feeds = {name: array for name, array in arrays.items() if name in read}
     for own in computed:
-        feeds |= vision_inputs.compute(own, arrays["image_grid_thw"])
+        feeds |= vision_inputs.of_arrays(own, arrays)
     return loaded.run(None, feeds)

@@ -34,6 +34,7 @@ from llmc.compiler.frontend.convolutions import feature_rows, reads_features
 from llmc.compiler.frontend.deep_embeds import mark_deep_embeds
 from llmc.compiler.frontend.features import check_features
 from llmc.compiler.frontend.image_export import check_language_model, export_image
+from llmc.compiler.frontend.logits_head import match_head
 from llmc.compiler.frontend.mtp import export_mtp
 from llmc.compiler.frontend.parts import (
     ATTENTION,
@@ -125,6 +126,7 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
         checkpoint = Checkpoint(model, tensors)
         if text_prefix(model) and type(text_config(config)) in MODEL_FOR_CAUSAL_LM_MAPPING:
             whole, config = model, _language_config(config, model)
+            match_head(whole, config)
             model = _empty_model(config, parts[0], trust_remote_code)
             checkpoint = Checkpoint(model, of_part(checkpoint, whole, model))
         if not ties_hold(model, checkpoint):

@@ -22,18 +22,20 @@ import onnx
 import torch
 from accelerate import init_empty_weights
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AutoModelForImageTextToText, vision_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from llmc.artifacts.manifest import IMAGE_ROWS
-from llmc.artifacts.vision_input import GRID, SIZES, VisionInput
+from llmc.artifacts.vision_input import GRID, PACK, SIZES, VisionInput
+from llmc.compiler.frontend import tile_packing
 from llmc.compiler.frontend.exporter import export_onnx
+from llmc.compiler.frontend.one_image import OneImage, OneSize
 from llmc.compiler.frontend.parts import Part, build, text_config
 from llmc.compiler.frontend.reproducible import Reproducible
 from llmc.compiler.frontend.trace import root_cause, to_proto
 from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted
+from llmc.runtime.multimodal.tile_rows import tile_rows
 
 IMAGE = Part("image-text model", (), causal=False, auto=AutoModelForImageTextToText)
 # llmc's entries in transformers' attention interface for image encoders.
@@ -47,12 +49,12 @@ class _Call:
 
     Args:
         function: its name.
-        arguments: its scalar arguments.
+        arguments: its arguments other than arrays.
         results: what it returned for the sample, by name.
     """
 
     function: str
-    arguments: Mapping[str, int | str | bool]
+    arguments: Mapping[str, Any]
     results: Mapping[str, np.ndarray]
 
 
@@ -119,7 +121,7 @@ class _Run:
     Args:
         calls: of functions of the grid.
         rows: number of rows of each result.
-        constants: see `_OneImage`.
+        constants: see `OneImage`.
     """
 
     calls: Sequence[_Call]
@@ -132,6 +134,8 @@ def _record(model: Any, sample: Arrays) -> _Run:
     calls: list[_Call] = []
 
     def recorded(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if name == PACK:
+            return packed(original, *args, **kwargs)
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         given.pop("kwargs", None)
         with mode.paused():
@@ -146,11 +150,22 @@ def _record(model: Any, sample: Arrays) -> _Run:
         moved = tuple(value.to("meta") for value in several)
         return moved if isinstance(results, tuple) else moved[0]
 
-    meta = {name: _OneSize([tuple(array[0].tolist())]) if name == SIZES else
+    def packed(original: Callable[..., Any], image_features: Sequence[torch.Tensor],
+               image_sizes: Any, **named: Any) -> Any:
+        owner = tile_packing.packer(model)
+        with mode.paused():
+            tile_packing.check(owner, original, named, image_features[0].shape[1])
+        settings = tile_packing.settings(owner, named)
+        results = dict(zip(tile_packing.NAMES, tile_rows(sample, **settings), strict=False))
+        calls.append(_Call(PACK, settings, results))
+        return [tile_packing.pack(image_features, named["image_newline"], [
+            torch.from_numpy(own).to("meta") for own in results.values()])], None
+
+    meta = {name: OneSize([tuple(array[0].tolist())]) if name == SIZES else
             torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device="meta")
             for name, array in sample.items()}
-    mode = _OneImage()
-    with torch.no_grad(), _replaced(model, recorded, mode):
+    mode = OneImage()
+    with torch.no_grad(), _replaced(model, recorded, mode, sample["pixel_values"].shape[1]):
         results = _features(model, meta)
     return _Run(calls, [len(rows) for rows in results], mode.recorded)
 
@@ -158,8 +173,9 @@ def _record(model: Any, sample: Arrays) -> _Run:
 def _export(model: Any, samples: Sequence[Arrays], runs: Sequence[_Run]) -> \
         tuple[onnx.ModelProto, tuple[VisionInput, ...]]:
     names = [name for name in samples[0] if name != SIZES]
-    if any(SIZES in sample and sample[SIZES].tolist() != [[*sample["pixel_values"].shape[-2:]]]
-           for sample in samples):
+    if all(call.function != PACK for call in runs[0].calls) and any(
+            SIZES in sample and sample[SIZES].tolist() != [[*sample["pixel_values"].shape[-2:]]]
+            for sample in samples):
         raise LlmcError(f"the processor gives {SIZES} other than the size of pixel_values, which "
                         f"llmc does not support; use another model")
     inputs = {name: [sample[name] for sample in samples] for name in names}
@@ -254,17 +270,17 @@ class _Encoder(torch.nn.Module):
             function, count = next(calls)
             assert function == name
             results = tuple(waiting.pop(0) for _ in range(count))
+            if name == PACK:
+                features = kwargs["image_features"] if "image_features" in kwargs else args[0]
+                return [tile_packing.pack(features, kwargs["image_newline"], results)], None
             return results if count > 1 else results[0]
 
         if self._has_sizes:
-            given[SIZES] = _OneSize([tuple(given["pixel_values"].shape[-2:])])
-        with _replaced(self.model, given_instead, _OneImage(self._constants.buffers())):
+            given[SIZES] = OneSize([tuple(given["pixel_values"].shape[-2:])])
+        with _replaced(self.model, given_instead, OneImage(self._constants.buffers()),
+                       given["pixel_values"].shape[1]):
             rows = _features(self.model, given)
         return rows if len(rows) > 1 else rows[0]
-
-
-class _OneSize(list[Any]):
-    """Height and width of one image in a trace."""
 
 
 def _features(model: Any, arrays: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -277,7 +293,7 @@ def _features(model: Any, arrays: Mapping[str, Any]) -> list[torch.Tensor]:
                         f"take")
     output = model.get_image_features(**arrays, return_dict=True)
     if getattr(output, "pooler_output", None) is None:
-        return [_joined(_placed_rows(model, output))]
+        return [_joined(placed_rows(model, output))]
     deep = getattr(output, "deepstack_features", None) or ()
     return [_joined(each) for each in (output.pooler_output, *deep)]
 
@@ -286,7 +302,7 @@ class _Placed(Exception):
     """Rows that a model is about to put into the prompt."""
 
 
-def _placed_rows(model: Any, output: Any) -> Any:
+def placed_rows(model: Any, output: Any) -> Any:
     """Return what the model makes of the results of `get_image_features` in the prompt.
 
     Its forward pass runs up to `get_placeholder_mask`, whose argument they are.
@@ -339,8 +355,11 @@ def _joined(features: Any) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _replaced(model: Any, replacement: Callable[..., Any], mode: _OneImage) -> Iterator[None]:
+def _replaced(model: Any, replacement: Callable[..., Any], mode: OneImage, tiles: Any) -> \
+        Iterator[None]:
     """Replace functions of the grid in the modules that define the model, and those of `mode`.
+
+    `tiles` is the number of tiles of models that compute it from an image's size.
 
     `replacement` gets the function's name, the function and its arguments. Vision attention gets
     `cu_seqlens` instead of one sequence at a time, as flash attention does.
@@ -351,7 +370,7 @@ def _replaced(model: Any, replacement: Callable[..., Any], mode: _OneImage) -> I
     modules.add(vision_utils)
     for module in modules:
         for name in (*_FUNCTIONS, "get_max_seqlen", "is_flash_attention_requested",
-                     "generate_block_attention_mask"):
+                     "generate_block_attention_mask", "image_size_to_num_patches"):
             original = module.__dict__.get(name)
             if original is None:
                 continue
@@ -363,6 +382,8 @@ def _replaced(model: Any, replacement: Callable[..., Any], mode: _OneImage) -> I
                     return _original(*args, **kwargs)
                 if _name == "get_max_seqlen":
                     return 0
+                if _name == "image_size_to_num_patches":
+                    return tiles
                 if _name == "generate_block_attention_mask":  # of one image
                     return None
                 if _name == "is_flash_attention_requested":
@@ -370,102 +391,15 @@ def _replaced(model: Any, replacement: Callable[..., Any], mode: _OneImage) -> I
                 return replacement(_name, _original, *args, **kwargs)
 
             setattr(module, name, functools.wraps(original)(own))
+    owner = tile_packing.packer(model)
+    packing = contextlib.nullcontext() if owner is None else _method(
+        owner, PACK, functools.partial(replacement, PACK, getattr(owner, PACK)))
     try:
-        with mode:
+        with packing, mode:
             yield
     finally:
         for module, name, original in undo:
             setattr(module, name, original)
-
-
-class _OneImage(TorchFunctionMode):
-    """Replacements of torch's functions while an encoder runs.
-
-    | function | replacement, since there is one image, whose arrays have no padding |
-    | --- | --- |
-    | split of rows by image | all rows |
-    | `x[mask]` for a mask of tiles | all tiles |
-    | values of a tensor of one number | unknown, for a split |
-    | squeeze of an axis of dynamic size | no change: the exporter removes the axis |
-    | unfold without overlap | a view |
-    | bucketize | a sum of comparisons |
-    | arange of floating-point numbers | a constant: ONNX adds up rounded numbers |
-
-    Args:
-        constants: results of arange, in order of the calls; None to record them.
-    """
-
-    def __init__(self, constants: Iterator[torch.Tensor] | None = None) -> None:
-        super().__init__()
-        self._constants, self._paused = constants, False
-        self.recorded: list[torch.Tensor] = []
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> \
-            Any:
-        named = kwargs or {}
-        own = None if self._paused else _REPLACEMENTS.get(function)
-        if own is not None:
-            replaced = own(self, *args, **named)
-            if replaced is not NotImplemented:
-                return replaced
-        return function(*args, **named)
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Replace nothing."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
-
-    def split(self, rows: Any, sizes: Any, *others: Any, **named: Any) -> Any:
-        return (rows,) if isinstance(sizes, list) and len(sizes) == 1 else NotImplemented
-
-    def select(self, rows: Any, index: Any) -> Any:
-        is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.ndim == 1
-        return rows if is_mask else NotImplemented
-
-    def to_list(self, numbers: Any) -> Any:
-        return [numbers] if tuple(numbers.shape) == (1,) else NotImplemented
-
-    def squeeze(self, rows: Any, *dims: Any, **named: Any) -> Any:
-        axis = dims[0] if dims else named.get("dim")
-        dynamic = isinstance(axis, int) and \
-            not (isinstance(rows.shape[axis], int) and rows.shape[axis] == 1)
-        return rows if dynamic else NotImplemented
-
-    def as_tensor(self, data: Any, *others: Any, **named: Any) -> Any:
-        return torch.ones((1, 2), dtype=torch.int64) if isinstance(data, _OneSize) \
-            else NotImplemented
-
-    def unfold(self, rows: Any, dimension: int, size: int, step: int) -> Any:
-        if size != step:
-            return NotImplemented
-        axis = dimension % rows.ndim
-        count = rows.shape[axis] // size
-        return rows.narrow(axis, 0, count * size).unflatten(axis, (count, size)) \
-            .movedim(axis + 1, -1)
-
-    def bucketize(self, values: Any, boundaries: Any, *, right: bool = False, **named: Any) -> Any:
-        columns = values.unsqueeze(-1)
-        return (columns >= boundaries if right else columns > boundaries).sum(-1)
-
-    def arange(self, *bounds: Any, device: Any = None, **named: Any) -> Any:
-        if not any(isinstance(bound, float) for bound in bounds):
-            return NotImplemented
-        if self._constants is not None:
-            return next(self._constants)
-        self.recorded.append(torch.arange(*bounds, device="cpu", **named))
-        return self.recorded[-1].to(device)
-
-
-_REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
-    torch.split: _OneImage.split, torch.Tensor.split: _OneImage.split,
-    torch.Tensor.__getitem__: _OneImage.select, torch.Tensor.tolist: _OneImage.to_list,
-    torch.Tensor.squeeze: _OneImage.squeeze, torch.as_tensor: _OneImage.as_tensor,
-    torch.Tensor.unfold: _OneImage.unfold, torch.bucketize: _OneImage.bucketize,
-    torch.arange: _OneImage.arange}
 
 
 def _visible(*sizes: Any, **named: Any) -> Any:

@@ -68,6 +68,8 @@ def check_language_model(config: Any, description: ProcessorDescription) -> None
     assert description.image is not None
     for found, words in (
             (description.image.prompt.row_token is None, "cross-attention to images"),
+            (not hasattr(model, "get_image_features"),
+             "an image encoder without get_image_features"),
             (overlay and getattr(text, "use_bidirectional_attention", False) is not None,
              "tokens of an image that see each other"),
             (getattr(text, "hidden_size_per_layer_input", 0), "per-layer inputs of token ids")):

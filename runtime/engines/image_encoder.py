@@ -13,7 +13,7 @@ import numpy as np
 import onnxruntime as ort
 
 from llmc.artifacts.manifest import MANIFEST_NAME, GraphStep, Manifest
-from llmc.artifacts.vision_input import GRID, UNREAD
+from llmc.artifacts.vision_input import UNREAD
 from llmc.errors import LlmcError
 from llmc.runtime.core.step import Step
 from llmc.runtime.engines import cpu_sessions
@@ -70,7 +70,7 @@ class ImageEncoder:
         feeds = {name: array for name, array in arrays.items()
                  if name in read or name not in UNREAD}
         for own in self._program.computed:
-            feeds |= vision_inputs.compute(own, arrays[GRID])
+            feeds |= vision_inputs.of_arrays(own, arrays)
         with cpu_sessions.translate_errors(f"ONNX Runtime failed in '{self._path}'",
                                            "give fewer or smaller images"):
             return np.stack(self._session.run(

@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from llmc.runtime.multimodal.image_processors.anyres import AnyresImageProcessor, best_canvas
 from llmc.runtime.multimodal.image_processors.base import Arrays, Dims, Positive
+from llmc.runtime.multimodal.tile_rows import unpadded
 
 Strategy = Literal["default", "full"]
 
@@ -236,10 +237,8 @@ def _unpadded(arrays: Arrays, processor: AnyresImageProcessor, tile: Dims, grid:
     canvas = best_canvas(image, processor.image_grid_pinpoints)
     rows = grid.height * (canvas.height // tile.height)
     columns = grid.width * (canvas.width // tile.width)
-    if image.width / image.height > columns / rows:
-        rows -= (rows - int(round(image.height * (columns / image.width), 7))) // 2 * 2
-    else:
-        columns -= (columns - int(round(image.width * (rows / image.height), 7))) // 2 * 2
+    top, left = unpadded(image, Dims(rows, columns))
+    rows, columns = rows - 2 * top, columns - 2 * left
     return rows, columns
 
 

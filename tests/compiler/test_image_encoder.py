@@ -19,8 +19,15 @@ SAMPLES = {
     "llava": [{"pixel_values": pixels(1, 3, 28, 28)}] * 2,
     "internvl": [{"pixel_values": pixels(tiles, 3, 28, 28)} for tiles in (2, 5, 1)],
     "gemma3": [{"pixel_values": pixels(tiles, 3, 28, 28)} for tiles in (2, 3, 1)],
-    "qwen3_vl": packed(*GRIDS), "qwen2_5_vl": packed(*GRIDS)}
-WINDOWS = {"qwen2_5_vl": {"window_size": 56}}
+    "llama4": [{"pixel_values": pixels(tiles, 3, 28, 28)} for tiles in (2, 5, 1)],
+    "smolvlm": [{"pixel_values": pixels(1, tiles, 3, 28, 28)} for tiles in (2, 5, 1)],
+    "llava_next": [{"pixel_values": pixels(1, tiles, 3, 28, 28), "image_sizes": np.array([size])}
+                   for tiles, size in ((3, (31, 50)), (5, (97, 101)), (2, (20, 9)))],
+    "glm4v": packed(*GRIDS), "qwen3_vl": packed(*GRIDS), "qwen2_5_vl": packed(*GRIDS)}
+VISION = {"qwen2_5_vl": {"window_size": 56}, "llama4": {
+    "intermediate_size": 128, "projector_input_dim": 40, "projector_output_dim": 40,
+    "vision_output_dim": 40}}
+WHOLE = {"llava_next": {"image_grid_pinpoints": [[28, 28], [28, 56], [56, 28], [56, 56]]}}
 
 
 def export(model, samples):
@@ -31,7 +38,7 @@ def export(model, samples):
 @pytest.mark.parametrize("family", SAMPLES)
 def test_rows_are_those_of_transformers_for_images_of_any_size(family):
     """Tiles, packed patches, windows, deep rows; also of sizes that were not exported."""
-    model = tiny_model(family, **WINDOWS.get(family, {}))
+    model = tiny_model(family, whole=WHOLE.get(family, {}), **VISION.get(family, {}))
     *known, new = SAMPLES[family]
     proto, computed = export(model, known)
     loaded = session(proto, model)

@@ -19,11 +19,14 @@ GREEDY = llmc.SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, logp
 COMMON = ("llava",)  # the others are thorough
 
 
-def joined(arrays):
-    """Arrays of several images as transformers' processors join them: padded to one size."""
+def joined(arrays, stacked):
+    """Arrays of several images as transformers' processors join them: padded to one size.
+
+    Tiles of all images are in one row, unless they are stacked by image.
+    """
     shape = np.max([own.shape[1:] for own in arrays], 0)
     axis = 0
-    if len(shape) == 4:  # images of several tiles
+    if len(shape) == 4 and not stacked:  # images of several tiles
         axis, shape = 1, shape[1:]
         arrays = [own[0] for own in arrays]
     padded = [np.pad(own, [(0, 0), *((0, size - had) for size, had in zip(
@@ -35,9 +38,11 @@ def joined(arrays):
 def expected(model, prompt, token, count=10):
     """Greedy tokens and their log-probabilities by transformers; `token` is that of rows."""
     arrays = [own.item.arrays for own in prompt.ranges]
-    given = {name: torch.from_numpy(joined([own[name] for own in arrays]))
-             for name in (arrays[0] if arrays else ())}
+    given = {name: torch.from_numpy(joined([own[name] for own in arrays], "image_sizes" in own))
+             for own in arrays[:1] for name in own}
     ids = torch.tensor([prompt.token_ids])
+    if len(arrays) > 1 and "batch_num_images" in inspect.signature(model.forward).parameters:
+        given["batch_num_images"] = torch.tensor([len(arrays)])
     kinds = {name: (ids == token).int() for name in ("mm_token_type_ids", "token_type_ids")
              if given and name in inspect.signature(model.forward).parameters}
     with torch.no_grad():
