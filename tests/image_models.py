@@ -25,6 +25,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llava_onevision": ("llava_onevision", {"image_size": 96, "patch_size": 16}),
     "lighton_ocr": ("lighton_ocr", {"image_size": 400, "patch_size": 14}),
     "qianfan_ocr": ("qianfan_ocr", {"image_size": 112, "patch_size": 14}),
+    "got_ocr2": ("got_ocr2", {"image_size": 256, "patch_size": 4, "output_channels": 16,
+                              "mlp_dim": 48, "global_attn_indexes": [2]}),
     "aya_vision": ("aya_vision", {"image_size": 112, "patch_size": 14}),
     "cohere2_vision": ("cohere2_vision", {"image_size": 112, "patch_size": 14}),
     "exaone4_5": ("exaone4_5", {"num_heads": 4, "num_key_value_heads": 2}),

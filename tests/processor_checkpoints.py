@@ -120,6 +120,10 @@ FAMILIES = {
         tokens={"start_image_token": "<img>", "end_image_token": "</img>",
                 "context_image_token": "<IMG_CONTEXT>"},
         others=("<image>",), row="<IMG_CONTEXT>"),
+    "got_ocr2": Family(
+        "GotOcr2Processor", {"image_processor_type": "GotOcr2ImageProcessorFast", "size": {
+            "height": 256, "width": 256}, **CLIP},
+        others=("<imgpad>", "<img>", "</img>"), row="<imgpad>"),
     "aya_vision": Family(
         "AyaVisionProcessor", {"image_processor_type": "GotOcr2ImageProcessorFast", "size": {
             "height": 112, "width": 112}, "max_patches": 6, **HALF},

@@ -323,8 +323,9 @@ def placed_rows(model: Any, output: Any) -> Any:
         with _method(model, "get_placeholder_mask", mask), \
                 _method(model, "get_input_embeddings",
                         lambda: lambda ids: torch.zeros((*ids.shape, width), device=device)):
-            model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=device),
-                  mm_encoder_outputs={"image": output}, use_cache=False)
+            model.forward(  # an exception would upset a tracer of module calls
+                input_ids=torch.zeros((1, 1), dtype=torch.int64, device=device),
+                mm_encoder_outputs={"image": output}, use_cache=False)
     except _Placed as placed:
         if placed.args[0] is not None:
             return placed.args[0]

@@ -29,6 +29,7 @@ class OneImage(TorchFunctionMode):
     | squeeze of an axis of dynamic size | no change: the exporter removes the axis |
     | unfold without overlap | a view |
     | bucketize | a sum of comparisons |
+    | interpolation to the same size | no change |
     | arange of floating-point numbers | a constant: ONNX adds up rounded numbers |
 
     Args:
@@ -91,6 +92,10 @@ class OneImage(TorchFunctionMode):
         columns = values.unsqueeze(-1)
         return (columns >= boundaries if right else columns > boundaries).sum(-1)
 
+    def interpolate(self, rows: Any, size: Any = None, *others: Any, **named: Any) -> Any:
+        sizes = (size,) * (rows.ndim - 2) if isinstance(size, int) else tuple(size or ())
+        return rows if tuple(rows.shape[2:]) == sizes else NotImplemented
+
     def arange(self, *bounds: Any, device: Any = None, **named: Any) -> Any:
         if not any(isinstance(bound, float) for bound in bounds):
             return NotImplemented
@@ -104,5 +109,6 @@ _REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
     torch.split: OneImage.split, torch.Tensor.split: OneImage.split,
     torch.Tensor.__getitem__: OneImage.select, torch.Tensor.tolist: OneImage.to_list,
     torch.Tensor.squeeze: OneImage.squeeze, torch.as_tensor: OneImage.as_tensor,
+    torch.nn.functional.interpolate: OneImage.interpolate,
     torch.Tensor.unfold: OneImage.unfold, torch.bucketize: OneImage.bucketize,
     torch.arange: OneImage.arange}

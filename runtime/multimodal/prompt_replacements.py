@@ -10,7 +10,7 @@
 | InternVL | context_image_token | context_image_token |
 | QianfanOCR | image_placeholder_token | context_image_token |
 | AyaVision | image_token | img_patch_token |
-| Cohere2Vision | image_token | image_token |
+| Cohere2Vision, GotOcr2 | image_token | image_token |
 | Idefics3, SmolVLM | image_token | image_token |
 | Llama4 | image_token | patch_token |
 | Mllama | image_token | none: cross-attention |
@@ -273,6 +273,19 @@ class QianfanOCRReplacement(InternVLReplacement):
         return self.context_image_token
 
 
+class GotOcr2Replacement(ImageTokenReplacement):
+    # A call's defaults, whatever preprocessor_config.json says.
+    image_settings: ClassVar[dict[str, Any]] = {
+        "crop_to_patches": False, "min_patches": 1, "max_patches": 12}
+    rows_of_tile: ClassVar[int] = 256
+
+    processor_class: Literal["GotOcr2Processor"]
+    image_token: str = "<imgpad>"
+
+    def text(self, arrays: Arrays, processor: Any) -> str:
+        return self.image_token * (self.rows_of_tile * len(arrays["pixel_values"]))
+
+
 class AyaVisionReplacement(ImageTokenReplacement):
     image_settings: ClassVar[dict[str, Any]] = {"crop_to_patches": True}
 
@@ -442,8 +455,8 @@ AnyImageReplacement = Annotated[
     Qwen2VLReplacement | Glm4vReplacement | Gemma3Replacement | Gemma3nReplacement
     | Gemma4Replacement | PixtralReplacement | LightOnOcrReplacement | LlavaReplacement
     | LlavaNextReplacement | LlavaOnevisionReplacement | InternVLReplacement
-    | QianfanOCRReplacement | AyaVisionReplacement | Cohere2VisionReplacement
-    | Idefics3Replacement | Llama4Replacement | MllamaReplacement,
+    | QianfanOCRReplacement | GotOcr2Replacement | AyaVisionReplacement
+    | Cohere2VisionReplacement | Idefics3Replacement | Llama4Replacement | MllamaReplacement,
     Field(discriminator="processor_class")]
 AnyAudioReplacement = Annotated[
     Qwen2AudioReplacement | Qwen3OmniReplacement | Gemma3nAudioReplacement
