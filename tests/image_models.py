@@ -21,6 +21,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smolvlm": ("smolvlm", {"image_size": 128, "patch_size": 32}),
     "mistral3": ("pixtral", {"image_size": 400, "patch_size": 14}),
     "vipllava": ("llava", {"image_size": 112}),
+    "deepseek_vl": ("deepseek_vl", {"image_size": 96, "patch_size": 16}),
+    "janus": ("janus", {"image_size": 96, "patch_size": 16, "projection_dim": 64, "depth": 2,
+                        "num_image_tokens": 36}),
     "llava_next": ("llava_next", {"image_size": 112}),
     "llava_onevision": ("llava_onevision", {"image_size": 96, "patch_size": 16}),
     "lighton_ocr": ("lighton_ocr", {"image_size": 400, "patch_size": 14}),
@@ -30,10 +33,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "aya_vision": ("aya_vision", {"image_size": 112, "patch_size": 14}),
     "cohere2_vision": ("cohere2_vision", {"image_size": 112, "patch_size": 14}),
     "exaone4_5": ("exaone4_5", {"num_heads": 4, "num_key_value_heads": 2}),
+    "lfm3_vl": ("lfm3_vl", {"patch_size": 16, "layer_types": [
+        "conv", "full_attention", "full_attention"]}),
     # Positions by axis, with deep rows or recurrent layers.
     "qwen2_vl": ("qwen2_vl", {"hidden_size": 64}),
     "qwen2_5_vl": ("qwen2_vl", {}),
     "glm4v": ("glm4v", {}),
+    "glm46v": ("glm4v", {}),
     "glm_ocr": ("glm4v", {}),
     "qwen3_vl": ("qwen3_vl", {"patch_size": 16, "deepstack_visual_indexes": [0, 1]}),
     "qwen3_vl_moe": ("qwen3_vl", {"patch_size": 16, "deepstack_visual_indexes": [0, 1]}),

@@ -8,6 +8,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from llmc import plugins
+from llmc.compiler.frontend import image
 from llmc.runtime.multimodal import vision_inputs
 
 _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "depth": 3,
@@ -37,6 +38,8 @@ TEXTS = {
     "llama4": families.OWN_ATTENTION["llama4_text"],
     "internvl": families.FAMILIES["qwen2"],
     "smolvlm": families.FAMILIES["llama"],
+    "deepseek_vl": families.FAMILIES["llama"],
+    "janus": families.FAMILIES["llama"],
     "vipllava": families.FAMILIES["llama"],
     "llava_next": families.FAMILIES["llama"],
     "llava_onevision": families.FAMILIES["qwen2"],
@@ -48,6 +51,8 @@ TEXTS = {
     "exaone4_5": families.UNPLANNED["exaone4"],
     "qwen2_vl": {**families.FAMILIES["qwen2"], **_MROPE},
     "glm4v": {**families.UNPLANNED["glm"], **_PARTIAL_MROPE},
+    "glm46v": {**families.UNPLANNED["glm"], **_PARTIAL_MROPE},
+    "lfm3_vl": families.HYBRIDS["lfm3"],
     "glm_ocr": {**families.UNPLANNED["glm"], **_PARTIAL_MROPE},
     "idefics3": families.FAMILIES["llama"],
 }
@@ -105,7 +110,7 @@ def packed(*grids, patch=14, temporal=2):
 def encoder_rows(model, arrays):
     """Rows of transformers' encoder, and those of deep layers."""
     with torch.no_grad():
-        output = model.get_image_features(
+        output = image.features_owner(model).get_image_features(
             **{name: torch.from_numpy(array) for name, array in arrays.items()}, return_dict=True)
     if getattr(output, "pooler_output", None) is None:  # Llama 4's forward projects
         with torch.no_grad():

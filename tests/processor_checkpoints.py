@@ -45,6 +45,12 @@ FAMILIES = {
             "temporal_patch_size": 2, "merge_size": 2, **CLIP},
         others=("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>",
                 "<|begin_of_video|>", "<|end_of_video|>"), row="<|image|>"),
+    "lfm3_vl": Family(
+        "Lfm3VlProcessor", {"image_processor_type": "Qwen2VLImageProcessor", "size": {
+            "longest_edge": 200_000, "shortest_edge": 4096}, "patch_size": 16,
+            "temporal_patch_size": 2, "merge_size": 2, **HALF},
+        others=("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
+        row="<|image_pad|>"),
     "exaone4_5": Family(
         "Exaone4_5_Processor", {"image_processor_type": "Qwen2VLImageProcessor", "size": {
             "longest_edge": 200_000, "shortest_edge": 3136}, "patch_size": 14,
@@ -90,6 +96,17 @@ FAMILIES = {
             "height": 98, "width": 98}, **HALF},
         settings={"patch_size": 14, "vision_feature_select_strategy": "full"},
         others=("<image>",), row="<image>"),
+    "deepseek_vl": Family(
+        "DeepseekVLProcessor", {"image_processor_type": "DeepseekVLImageProcessor", "size": {
+            "height": 96, "width": 96}, **HALF},
+        settings={"num_image_tokens": 36}, tokens={"image_token": "<image_placeholder>"},
+        row="<image_placeholder>"),
+    "janus": Family(
+        "JanusProcessor", {"image_processor_type": "JanusImageProcessor", "size": {
+            "height": 96, "width": 96}, **HALF},
+        settings={"num_image_tokens": 36}, tokens={
+            "image_token": "<image_placeholder>", "boi_token": "<begin_of_image>",
+            "eoi_token": "<end_of_image>"}, row="<image_placeholder>"),
     "llava_next": Family(
         "LlavaNextProcessor", {"image_processor_type": "LlavaNextImageProcessor", "size": {
             "shortest_edge": 112}, "crop_size": {"height": 112, "width": 112},

@@ -55,7 +55,8 @@ def references_of(family, folder):
 def _reference(processor, sizes):
     images = [Image.fromarray(image_of(size)) for size in sizes]
     placeholder = getattr(processor, "image_placeholder_token", processor.image_token)
-    output = processor(images=[images], text=[text_of(placeholder, len(images))],
+    nested = images if hasattr(processor, "multi_page") else [images]
+    output = processor(images=nested, text=[text_of(placeholder, len(images))],
                        return_tensors="pt", add_special_tokens=False)
     ids = output["input_ids"][0].numpy()
     inputs = {name: own.float().numpy() if own.is_floating_point() else own.numpy()

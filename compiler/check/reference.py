@@ -103,10 +103,11 @@ def reference_rows(model: Model, images: Mapping[str, np.ndarray]) -> np.ndarray
     """Compute the rows of the image encoder, float32 [num_rows, hidden_size]."""
     import torch
 
-    from llmc.compiler.frontend.image import placed_rows
+    from llmc.compiler.frontend.image import features_owner, placed_rows
 
     with torch.no_grad():
-        output = model.get_image_features(**_tensors(model, images), return_dict=True)
+        output = features_owner(model).get_image_features(
+            **_tensors(model, images), return_dict=True)
         found = getattr(output, "pooler_output", None)
         found = placed_rows(model, output) if found is None else found
         rows = torch.cat([own.reshape(-1, own.shape[-1]) for own in found])

@@ -283,15 +283,21 @@ class _Encoder(torch.nn.Module):
         return rows if len(rows) > 1 else rows[0]
 
 
+def features_owner(model: Any) -> Any:
+    """Return the outermost module with `get_image_features`; None if there is none."""
+    return next((each for each in model.modules() if hasattr(each, "get_image_features")), None)
+
+
 def _features(model: Any, arrays: Mapping[str, Any]) -> list[torch.Tensor]:
     """Run `get_image_features`; return its rows, [num_rows, width], and those of deep layers."""
-    known = inspect.signature(model.get_image_features).parameters
+    owner = features_owner(model)
+    known = inspect.signature(owner.get_image_features).parameters
     unknown = [name for name in arrays if name not in known
                and not _takes(model, name)]
     if unknown:
         raise LlmcError(f"the processor gives {unknown[0]!r}, which the image encoder does not "
                         f"take")
-    output = model.get_image_features(**arrays, return_dict=True)
+    output = owner.get_image_features(**arrays, return_dict=True)
     if getattr(output, "pooler_output", None) is None:
         return [_joined(placed_rows(model, output))]
     deep = getattr(output, "deepstack_features", None) or ()

@@ -12,7 +12,7 @@ import torch
 
 from llmc.artifacts.manifest import PositionGrid
 from llmc.compiler.frontend.bind import Checkpoint, attach_weights
-from llmc.compiler.frontend.image import IMAGE, trace_image
+from llmc.compiler.frontend.image import IMAGE, features_owner, trace_image
 from llmc.compiler.frontend.parts import build, text_config
 from llmc.compiler.frontend.raw import RawImageEncoder
 from llmc.compiler.frontend.trace import to_graph
@@ -68,7 +68,7 @@ def check_language_model(config: Any, description: ProcessorDescription) -> None
     assert description.image is not None
     for found, words in (
             (description.image.prompt.row_token is None, "cross-attention to images"),
-            (not hasattr(model, "get_image_features"),
+            (features_owner(model) is None,
              "an image encoder without get_image_features"),
             (overlay and getattr(text, "use_bidirectional_attention", False) is not None,
              "tokens of an image that see each other"),

@@ -3,10 +3,11 @@
 | processor class | placeholder | rows of the encoder are at |
 | --- | --- | --- |
 | Qwen2VL, Qwen2_5_VL, Qwen3VL, Qwen2_5Omni, Qwen3OmniMoe | image_token | image_token |
-| Exaone4_5, Glm4v, Glm46V | image_token | image_token |
+| Exaone4_5, Lfm3Vl, Glm4v, Glm46V | image_token | image_token |
 | Gemma3 | boi_token | image_token |
 | Gemma3n, Gemma4 | image_token, audio_token | the same |
 | Pixtral, LightOnOcr, Llava, LlavaNext, LlavaOnevision | image_token | image_token |
+| DeepseekVL, Janus | image_token | image_token |
 | InternVL | context_image_token | context_image_token |
 | QianfanOCR | image_placeholder_token | context_image_token |
 | AyaVision | image_token | img_patch_token |
@@ -82,7 +83,7 @@ class ImageTokenReplacement(PromptReplacement):
 class Qwen2VLReplacement(ImageTokenReplacement):
     processor_class: Literal["Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor",
                              "Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor",
-                             "Exaone4_5_Processor"]
+                             "Exaone4_5_Processor", "Lfm3VlProcessor"]
     image_token: str = "<|image_pad|>"
 
     def text(self, arrays: Arrays, processor: Any) -> str:
@@ -188,6 +189,27 @@ class LlavaReplacement(ImageTokenReplacement):
         count: int = height // self.patch_size * (width // self.patch_size) \
             + self.num_additional_image_tokens
         return self.image_token * (count - (self.vision_feature_select_strategy == "default"))
+
+
+class DeepseekVLReplacement(ImageTokenReplacement):
+    processor_class: Literal["DeepseekVLProcessor"]
+    num_image_tokens: Positive = 576
+    image_token: str = "<image_placeholder>"
+
+    def text(self, arrays: Arrays, processor: Any) -> str:
+        return self.image_token * self.num_image_tokens
+
+
+class JanusReplacement(ImageTokenReplacement):
+    processor_class: Literal["JanusProcessor"]
+    num_image_tokens: Positive = 576
+    use_default_system_prompt: Literal[False] = False
+    image_token: str = "<image_placeholder>"
+    boi_token: str = "<begin_of_image>"
+    eoi_token: str = "<end_of_image>"
+
+    def text(self, arrays: Arrays, processor: Any) -> str:
+        return f"{self.boi_token}{self.image_token * self.num_image_tokens}{self.eoi_token}"
 
 
 class LlavaNextReplacement(ImageTokenReplacement):
@@ -454,7 +476,8 @@ class Gemma4AudioReplacement(AudioTokenReplacement):
 AnyImageReplacement = Annotated[
     Qwen2VLReplacement | Glm4vReplacement | Gemma3Replacement | Gemma3nReplacement
     | Gemma4Replacement | PixtralReplacement | LightOnOcrReplacement | LlavaReplacement
-    | LlavaNextReplacement | LlavaOnevisionReplacement | InternVLReplacement
+    | DeepseekVLReplacement | JanusReplacement | LlavaNextReplacement
+    | LlavaOnevisionReplacement | InternVLReplacement
     | QianfanOCRReplacement | GotOcr2Replacement | AyaVisionReplacement
     | Cohere2VisionReplacement | Idefics3Replacement | Llama4Replacement | MllamaReplacement,
     Field(discriminator="processor_class")]

@@ -48,8 +48,8 @@ def tile_rows(arrays: Mapping[str, np.ndarray], *, tile: int, side: int, max_num
     canvas = best_canvas(image, tuple((high, wide) for high, wide in pinpoints))
     grid = _grid(canvas.height // tile, canvas.width // tile, side)
     top, left = unpadded(image, Dims(*grid.shape))
-    lines = grid[top:grid.shape[0] - top, left:grid.shape[1] - left, None]
-    weights = np.ones(lines.shape, np.float32)
+    lines: NDArray[Any] = grid[top:grid.shape[0] - top, left:grid.shape[1] - left, None]
+    weights: NDArray[Any] = np.ones(lines.shape, np.float32)
     ratio = math.sqrt(lines.size / (max_num_patches * side ** 2)) if max_num_patches else 0
     if ratio > 1.1:
         lines, weights = _resized(lines[..., 0], ratio)

@@ -22,7 +22,7 @@ SAMPLES = {
     "llama4": [{"pixel_values": pixels(tiles, 3, 28, 28)} for tiles in (2, 5, 1)],
     "smolvlm": [{"pixel_values": pixels(1, tiles, 3, 28, 28)} for tiles in (2, 5, 1)],
     "llava_next": [{"pixel_values": pixels(1, tiles, 3, 28, 28), "image_sizes": np.array([size])}
-                   for tiles, size in ((3, (31, 50)), (5, (97, 101)), (2, (20, 9)))],
+                   for tiles, size in ((3, (25, 60)), (5, (97, 101)), (2, (20, 9)))],
     "glm4v": packed(*GRIDS), "qwen3_vl": packed(*GRIDS), "qwen2_5_vl": packed(*GRIDS)}
 VISION = {"qwen2_5_vl": {"window_size": 56}, "llama4": {
     "intermediate_size": 128, "projector_input_dim": 40, "projector_output_dim": 40,

@@ -13,6 +13,7 @@ import llmc
 from llmc.artifacts.manifest import read_manifest
 from llmc.compiler.check.execute import run_chips
 from llmc.compiler.check.images import read_prompt
+from llmc.compiler.frontend import export
 from llmc.runtime.engines import image_encoder
 
 GREEDY = llmc.SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, logprobs=0)
@@ -175,6 +176,17 @@ def test_a_model_that_uses_rows_in_another_way_is_refused_before_the_export(tmp_
     write_model("gemma3", tmp_path)
     with pytest.raises(llmc.LlmcError, match="tokens of an image that see each other.*"
                                              "--language_model_only"):
+        llmc.compile(tmp_path, tmp_path / "case")
+
+
+def test_an_encoder_that_does_not_fit_is_refused_before_the_language_model_is_exported(
+        tmp_path, monkeypatch):
+    write_model("llava", tmp_path)
+    path = tmp_path / "processor_config.json"
+    path.write_text(path.read_text().replace('"default"', '"full"'))
+    monkeypatch.setattr(export, "_export_part", lambda *args, **named: pytest.fail("exported"))
+    with pytest.raises(llmc.LlmcError, match="gives an image 65 tokens, the image encoder of "
+                                             "'llava' 64 rows"):
         llmc.compile(tmp_path, tmp_path / "case")
 
 

@@ -14,6 +14,7 @@ from llmc.runtime.multimodal.image_processors.base import ImageProcessor
 from llmc.runtime.multimodal.image_processors.fixed_size import (
     BlipImageProcessor,
     CLIPImageProcessor,
+    DeepseekVLImageProcessor,
     LlavaImageProcessor,
     SiglipImageProcessor,
     ViTImageProcessor,
@@ -38,9 +39,9 @@ from llmc.runtime.multimodal.image_processors.qwen2_vl import (
 )
 
 AnyImageProcessor = Annotated[
-    BlipImageProcessor | CLIPImageProcessor | Cohere2VisionImageProcessor | Gemma3ImageProcessor
-    | Gemma4ImageProcessor | Glm4vImageProcessor | GotOcr2ImageProcessor
-    | Idefics3ImageProcessor | Llama4ImageProcessor | LlavaImageProcessor
+    BlipImageProcessor | CLIPImageProcessor | Cohere2VisionImageProcessor
+    | DeepseekVLImageProcessor | Gemma3ImageProcessor | Gemma4ImageProcessor | Glm4vImageProcessor
+    | GotOcr2ImageProcessor | Idefics3ImageProcessor | Llama4ImageProcessor | LlavaImageProcessor
     | LlavaNextImageProcessor | LlavaOnevisionImageProcessor | MllamaImageProcessor
     | PixtralImageProcessor | Qwen2VLImageProcessor | SiglipImageProcessor | ViTImageProcessor,
     Field(discriminator="image_processor_type")]
