@@ -284,7 +284,7 @@ class _Encoder(torch.nn.Module):
 
 
 def features_owner(model: Any) -> Any:
-    """Return the outermost module with `get_image_features`; None if there is none."""
+    """Return the outermost module with `get_image_features`; None if absent."""
     return next((each for each in model.modules() if hasattr(each, "get_image_features")), None)
 
 

@@ -72,7 +72,7 @@ class _Layers(torch.nn.Module):
 
 
 class _Results:
-    """Results of layers, of which only the hidden states are known."""
+    """Results of layers. Only the hidden states are known."""
 
     last_hidden_state = torch.linspace(-3, 3, _WIDTH)[None, None]
 

@@ -24,7 +24,7 @@ _WIDTH = 3  # of random features
 
 
 def packer(model: Any) -> Any:
-    """Return the module whose code packs tiles; None if there is none."""
+    """Return the module whose code packs tiles; None if absent."""
     return next((module for _, module in reversed(list(model.named_modules()))
                  if hasattr(module, PACK)), None)
 

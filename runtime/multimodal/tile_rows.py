@@ -5,7 +5,7 @@
     resized      to at most `max_num_patches` tiles, by bilinear interpolation; 0: never
     rows         the overview, then each line of the canvas and a separator
 
-Each row of the prompt is a weighted sum of rows of features, of which the separator is the last.
+Each row of the prompt is a weighted sum of rows of features. The separator is the last of these.
 """
 
 from __future__ import annotations
