@@ -5,6 +5,7 @@ The method is run on random features, and must agree with `tile_rows` for images
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -84,4 +85,7 @@ def pack(features: Sequence[torch.Tensor], separator: torch.Tensor,
     if len(results) == 1:
         return rows[results[0][:, 0]]
     indices, weights = results
-    return (rows[indices] * weights[:, :, None]).sum(1)
+    # One column after another takes less memory than all at once.
+    terms = [rows[indices[:, column]] * weights[:, column, None]
+             for column in range(indices.shape[1])]
+    return functools.reduce(torch.add, terms)
