@@ -33,8 +33,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "aya_vision": ("aya_vision", {"image_size": 112, "patch_size": 14}),
     "cohere2_vision": ("cohere2_vision", {"image_size": 112, "patch_size": 14}),
     "exaone4_5": ("exaone4_5", {"num_heads": 4, "num_key_value_heads": 2}),
-    "lfm3_vl": ("lfm3_vl", {"patch_size": 16, "layer_types": [
-        "conv", "full_attention", "full_attention"]}),
     # Positions by axis, with deep rows or recurrent layers.
     "qwen2_vl": ("qwen2_vl", {"hidden_size": 64}),
     "qwen2_5_vl": ("qwen2_vl", {}),

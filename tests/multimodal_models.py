@@ -52,7 +52,6 @@ TEXTS = {
     "qwen2_vl": {**families.FAMILIES["qwen2"], **_MROPE},
     "glm4v": {**families.UNPLANNED["glm"], **_PARTIAL_MROPE},
     "glm46v": {**families.UNPLANNED["glm"], **_PARTIAL_MROPE},
-    "lfm3_vl": families.HYBRIDS["lfm3"],
     "glm_ocr": {**families.UNPLANNED["glm"], **_PARTIAL_MROPE},
     "idefics3": families.FAMILIES["llama"],
 }

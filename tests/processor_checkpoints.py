@@ -45,12 +45,6 @@ FAMILIES = {
             "temporal_patch_size": 2, "merge_size": 2, **CLIP},
         others=("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>",
                 "<|begin_of_video|>", "<|end_of_video|>"), row="<|image|>"),
-    "lfm3_vl": Family(
-        "Lfm3VlProcessor", {"image_processor_type": "Qwen2VLImageProcessor", "size": {
-            "longest_edge": 200_000, "shortest_edge": 4096}, "patch_size": 16,
-            "temporal_patch_size": 2, "merge_size": 2, **HALF},
-        others=("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
-        row="<|image_pad|>"),
     "exaone4_5": Family(
         "Exaone4_5_Processor", {"image_processor_type": "Qwen2VLImageProcessor", "size": {
             "longest_edge": 200_000, "shortest_edge": 3136}, "patch_size": 14,

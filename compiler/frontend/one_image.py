@@ -68,7 +68,11 @@ class OneImage(TorchFunctionMode):
         return rows if is_mask else NotImplemented
 
     def to_list(self, numbers: Any) -> Any:
-        return [numbers] if tuple(numbers.shape) == (1,) else NotImplemented
+        if tuple(numbers.shape) == (1,):
+            return [numbers]
+        if numbers.device.type == "meta":
+            raise ValueError("its code reads numbers that depend on the image, such as its size")
+        return NotImplemented
 
     def squeeze(self, rows: Any, *dims: Any, **named: Any) -> Any:
         axis = dims[0] if dims else named.get("dim")

@@ -3,7 +3,7 @@
 | processor class | placeholder | rows of the encoder are at |
 | --- | --- | --- |
 | Qwen2VL, Qwen2_5_VL, Qwen3VL, Qwen2_5Omni, Qwen3OmniMoe | image_token | image_token |
-| Exaone4_5, Lfm3Vl, Glm4v, Glm46V | image_token | image_token |
+| Exaone4_5, Glm4v, Glm46V | image_token | image_token |
 | Gemma3 | boi_token | image_token |
 | Gemma3n, Gemma4 | image_token, audio_token | the same |
 | Pixtral, LightOnOcr, Llava, LlavaNext, LlavaOnevision | image_token | image_token |
@@ -83,7 +83,7 @@ class ImageTokenReplacement(PromptReplacement):
 class Qwen2VLReplacement(ImageTokenReplacement):
     processor_class: Literal["Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor",
                              "Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor",
-                             "Exaone4_5_Processor", "Lfm3VlProcessor"]
+                             "Exaone4_5_Processor"]
     image_token: str = "<|image_pad|>"
 
     def text(self, arrays: Arrays, processor: Any) -> str:
