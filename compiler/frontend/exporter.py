@@ -191,11 +191,16 @@ def _name(target: Any) -> str:
 def _is_plain(graph: torch.fx.Graph) -> bool:
     """Whether the graph can be translated after `_simplify`."""
     known = _library().keys() | {_name(meta.fx_target) for meta in _torch_functions()}
-    return not any(node.op == "get_attr" for node in graph.nodes) and all(
+    return not any(node.op == "get_attr" or _is_complex(node) for node in graph.nodes) and all(
         name in _CASTS or name in _ASSERTIONS or name in _SYNONYMS or name in _REWRITTEN
         or _is_copy(node, name) or _is_written_alone(node, name)
         or (name in known and not _writes(node) and _promoted(node) is not None)
         for node, name in _calls(graph))
+
+
+def _is_complex(node: torch.fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_complex()
 
 
 def _is_copy(node: torch.fx.Node, name: str) -> bool:
