@@ -99,8 +99,11 @@ def reference_values(model: Model, ids: Sequence[int], kv_dtype: str = "",
     return {**seen, "logits": np.asarray(logits.float().numpy())}
 
 
-def reference_rows(model: Model, images: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Compute the rows of the image encoder, float32 [num_rows, hidden_size]."""
+def reference_rows(model: Model, images: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Compute the rows of the image encoder, and those of deep layers.
+
+    Each is float32 [num_rows, hidden_size].
+    """
     import torch
 
     from llmc.compiler.frontend.image import features_owner, placed_rows
@@ -109,9 +112,11 @@ def reference_rows(model: Model, images: Mapping[str, np.ndarray]) -> np.ndarray
         output = features_owner(model).get_image_features(
             **_tensors(model, images), return_dict=True)
         found = getattr(output, "pooler_output", None)
-        found = placed_rows(model, output) if found is None else found
-        rows = torch.cat([own.reshape(-1, own.shape[-1]) for own in found])
-    return np.asarray(rows.float().numpy())
+        found = placed_rows(model, output)[None] if found is None else found
+        deep = getattr(output, "deepstack_features", None) or ()
+        rows = [torch.cat([own.reshape(-1, own.shape[-1]) for own in each])
+                for each in (found, *deep)]
+    return [np.asarray(own.float().numpy()) for own in rows]
 
 
 def _tensors(model: Model, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:

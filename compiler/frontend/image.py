@@ -33,6 +33,7 @@ from llmc.compiler.frontend.one_image import OneImage, OneSize
 from llmc.compiler.frontend.parts import Part, build, text_config
 from llmc.compiler.frontend.reproducible import Reproducible
 from llmc.compiler.frontend.trace import root_cause, to_proto
+from llmc.compiler.options import LANGUAGE_MODEL_ONLY
 from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted
 from llmc.runtime.multimodal.tile_rows import tile_rows
@@ -111,7 +112,7 @@ def trace_image(config: Any, samples: Sequence[Arrays], num_rows: Sequence[int] 
     except Exception as error:  # any error of the model's code
         check_interrupted()
         raise LlmcError(f"the image encoder of '{config.model_type}' cannot be exported: "
-                        f"{root_cause(error)}; use another model") from error
+                        f"{root_cause(error)}; {LANGUAGE_MODEL_ONLY}") from error
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ def _export(model: Any, samples: Sequence[Arrays], runs: Sequence[_Run]) -> \
             SIZES in sample and sample[SIZES].tolist() != [[*sample["pixel_values"].shape[-2:]]]
             for sample in samples):
         raise LlmcError(f"the processor gives {SIZES} other than the size of pixel_values, which "
-                        f"llmc does not support; use another model")
+                        f"llmc does not support; {LANGUAGE_MODEL_ONLY}")
     inputs = {name: [sample[name] for sample in samples] for name in names}
     computed = list[VisionInput]()
     for index, call in enumerate(runs[0].calls):
@@ -197,7 +198,8 @@ def _export(model: Any, samples: Sequence[Arrays], runs: Sequence[_Run]) -> \
                        if len(set(each)) > 1})
     constants = runs[0].constants
     if any(not all(map(torch.equal, constants, run.constants)) for run in runs):
-        raise LlmcError("its positions depend on the image in a way that llmc does not support")
+        raise LlmcError(f"the encoder's positions depend on the image in a way that llmc does not "
+                        f"support; {LANGUAGE_MODEL_ONLY}")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     replaced: dict[int, torch.nn.Parameter] = {}
     with fake:
@@ -335,8 +337,8 @@ def placed_rows(model: Any, output: Any) -> Any:
     except _Placed as placed:
         if placed.args[0] is not None:
             return placed.args[0]
-    raise LlmcError("get_image_features gives no pooler_output, and no get_placeholder_mask takes "
-                    "the rows of the prompt")
+    raise LlmcError(f"get_image_features gives no pooler_output, and get_placeholder_mask takes no "
+                    f"rows of the prompt; {LANGUAGE_MODEL_ONLY}")
 
 
 @contextlib.contextmanager

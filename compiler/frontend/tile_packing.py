@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from llmc.artifacts.vision_input import PACK, SIZES
+from llmc.compiler.options import LANGUAGE_MODEL_ONLY
 from llmc.errors import LlmcError
 from llmc.runtime.multimodal.image_processors.anyres import best_canvas
 from llmc.runtime.multimodal.image_processors.base import Dims
@@ -69,7 +70,8 @@ def check(owner: Any, method: Any, named: Mapping[str, Any], num_rows: int) -> N
                     {"pixel_values": np.empty((1, count)), SIZES: np.array([[height, width]])},
                     **own)])
             if rows.shape != expected.shape or (rows - expected).abs().max() > 1e-4:
-                raise LlmcError("it packs the rows of tiles in a way that llmc does not support")
+                raise LlmcError(f"'{owner.config.model_type}' packs the rows of tiles in a way that "
+                                f"llmc does not support; {LANGUAGE_MODEL_ONLY}")
 
 
 def pack(features: Sequence[torch.Tensor], separator: torch.Tensor,

@@ -9,7 +9,7 @@ position p is row p % block_size of block `block_tables[b, p // block_size]`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Literal, Protocol
 
@@ -215,6 +215,11 @@ class Step:
             unread=counts(unread),
             adapters=np.array(adapters if any(slot >= 0 for slot in adapters) else [], np.int32),
             **others)  # type: ignore[arg-type]
+
+    def without_images(self) -> Step:
+        """The step after the image encoder, whose rows are in `embeds`."""
+        return replace(self, image_rows=np.empty((0, 3), np.int32), encode_images={},
+                       free_images=())
 
     @property
     def batch_size(self) -> int:
