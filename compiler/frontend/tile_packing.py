@@ -70,8 +70,8 @@ def check(owner: Any, method: Any, named: Mapping[str, Any], num_rows: int) -> N
                     {"pixel_values": np.empty((1, count)), SIZES: np.array([[height, width]])},
                     **own)])
             if rows.shape != expected.shape or (rows - expected).abs().max() > 1e-4:
-                raise LlmcError(f"'{owner.config.model_type}' packs the rows of tiles in a way that "
-                                f"llmc does not support; {LANGUAGE_MODEL_ONLY}")
+                raise LlmcError(f"'{owner.config.model_type}' packs the rows of tiles in a way "
+                                f"that llmc does not support; {LANGUAGE_MODEL_ONLY}")
 
 
 def pack(features: Sequence[torch.Tensor], separator: torch.Tensor,
