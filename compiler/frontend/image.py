@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import torch
 from accelerate import init_empty_weights
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -215,6 +216,10 @@ def _export(model: Any, samples: Sequence[Arrays], runs: Sequence[_Run]) -> \
         outputs = [IMAGE_ROWS, *(f"{IMAGE_ROWS}_{index}"
                                  for index in range(len(runs[0].rows) - 1))]
         exported = export_onnx(encoder.eval(), examples, [tuple(shapes)], outputs)
+    for name, buffer in encoder.named_buffers():  # the exporter's views of them have no values
+        if buffer.is_complex() and name in exported.graph.initializers:
+            exported.graph.initializers[name].const_value = ir.tensor(
+                torch.view_as_real(buffer).numpy(), name=name)
     proto = to_proto(exported, None)
     _remove_added_biases(proto)
     _remove_unread_grid(proto)
