@@ -224,7 +224,9 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
             if draft and raw.draft else {}
         image = lowered.image if rank == 0 else None
         if image is not None and raw.image is not None:
-            others["image"] = ImageEncoder(image, raw.image.computed, raw.image.grid)
+            others["image"] = ImageEncoder(image, raw.image.computed, raw.image.grid,
+                                           raw.image.bidirectional, raw.image.token_id,
+                                           lowered.image_device)
         chip, written = backend(target.kind).emit(graph, rank, directory, options, *encoder,
                                                   **others)
         forms = weight_forms([graph, *encoder, *draft])
@@ -259,7 +261,7 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
         target=target,
         kv_cache_layout="paged" if target.spec.paged else "linear",
         ops=_used_ops([*lowered.graphs, *lowered.encoders, *chain(*lowered.drafts),
-                       *([] if lowered.image is None else [lowered.image])]),
+                       *(own for own in (lowered.image, lowered.image_device) if own)]),
         tokenizer=tokenizer,
         sampling=sampling, chips=tuple(chips),
         passes=tuple(PassReport(name=report.name, matches=report.matches,

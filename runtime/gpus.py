@@ -16,7 +16,7 @@ from llmc.artifacts.manifest import Manifest
 from llmc.runtime.core.step import EngineLimits, Step, StepOutput
 from llmc.runtime.devices import Placement
 from llmc.runtime.engines.cuda import CudaEngine
-from llmc.runtime.engines.image_encoder import ImageEncoder
+from llmc.runtime.engines.cuda_image_encoder import load_image_encoder
 from llmc.runtime.engines.remote import RemoteEngine, load_engine
 from llmc.runtime.replica import EngineConfig
 
@@ -29,8 +29,8 @@ class GpuReplica:
     """An `Engine` of one or several GPUs.
 
     The first rank is in this process, each other in a separate one. All run the same steps and
-    sample the same tokens. If one fails, all are ended. An image encoder runs in this process, on
-    all of its CPU cores, before the step that reads its rows is submitted.
+    sample the same tokens. If one fails, all are ended. An image encoder runs in this process and
+    on the first GPU, before the step that reads its rows is submitted.
 
     Raises:
         LlmcError: see `CudaEngine`.
@@ -48,7 +48,8 @@ class GpuReplica:
         self._ranks: list[_Rank] = []
         self._first: CudaEngine
         self._images = None if manifest.image is None else \
-            ImageEncoder(manifest, case_dir, len(os.sched_getaffinity(0)))
+            load_image_encoder(manifest, case_dir, len(os.sched_getaffinity(0)),
+                               placements[0].device)
         size = manifest.tp_size
         others: dict[int, RemoteEngine] = {}
 
@@ -111,6 +112,7 @@ class GpuReplica:
 
     def close(self) -> None:
         """See `Engine`."""
+        self._images = None  # frees its memory
         for rank in reversed(self._ranks):
             rank.close()
 

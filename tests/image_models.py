@@ -25,6 +25,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                           "projector_output_dim": 40, "vision_output_dim": 40}),
     "idefics3": ("idefics3", {"image_size": 91, "patch_size": 15}),
     "smolvlm": ("smolvlm", {"image_size": 128, "patch_size": 32}),
+    # Tokens of an image, or of the whole prompt, see each other.
+    "gemma3": ("gemma3", {"image_size": 224, "patch_size": 14}),
+    "paligemma": ("paligemma", {"image_size": 56, "patch_size": 14}),
+    "paligemma2": ("paligemma", {"image_size": 56, "patch_size": 14}),
     "mistral3": ("pixtral", {"image_size": 400, "patch_size": 14}),
     "vipllava": ("llava", {"image_size": 112}),
     "deepseek_vl": ("deepseek_vl", {"image_size": 96, "patch_size": 16}),
@@ -50,21 +54,29 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_vl", {"patch_size": 16}),
     "qwen3_5_moe": ("qwen3_vl", {"patch_size": 16}),
 }
-REFUSED = {"gemma3": ("gemma3", {"image_size": 224, "patch_size": 14})}
+# Fields of the whole config.
+WHOLES = {"gemma3": {"mm_tokens_per_image": 16},
+          **{name: {"projection_dim": 64, "hidden_size": 64}
+             for name in ("paligemma", "paligemma2")}}
 GREEDY = llmc.SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, logprobs=0)
 # Widths and heights of three images.
 SIZES = ((131, 77), (64, 200), (301, 97))
 
 
-def write_model(name: str, directory: Path) -> torch.nn.Module:
-    """Write a model's directory; return the model of transformers."""
-    processor, vision = {**MODELS, **REFUSED}[name]
+def write_model(name: str, directory: Path, **text: Any) -> torch.nn.Module:
+    """Write a model's directory; return the model of transformers.
+
+    Args:
+        text: fields of the text config.
+    """
+    processor, vision = MODELS[name]
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = write_checkpoint(FAMILIES[processor], directory)
     row = tokenizer.token_to_id(FAMILIES[processor].row)
     known = json.loads((directory / "config.json").read_text())
     model = tiny_model(name, row, {"vocab_size": tokenizer.get_vocab_size(),
-                                   "max_position_embeddings": 2048}, **vision)
+                                   "max_position_embeddings": 2048, **text},
+                       WHOLES.get(name, {}), **vision)
     model.save_pretrained(directory)
     config = json.loads((directory / "config.json").read_text())
     assert config.get("image_token_id", config.get("image_token_index")) == row, known
@@ -101,6 +113,8 @@ def expected(model, prompt, token, count=10):
         given["batch_num_images"] = torch.tensor([len(arrays)])
     kinds = {name: (ids == token).int() for name in ("mm_token_type_ids", "token_type_ids")
              if given and name in inspect.signature(model.forward).parameters}
+    if model.config.model_type == "paligemma":  # types of the prompt and of a suffix
+        kinds = {name: torch.zeros_like(types) for name, types in kinds.items()}
     with torch.no_grad():
         made = model.generate(ids, **given, **kinds, max_new_tokens=count, do_sample=False,
                               eos_token_id=None, pad_token_id=0, output_logits=True,
@@ -127,13 +141,14 @@ def prompts_of(llm):
             {"prompt": f"a {own} b {own} d {own} c", "images": images(3)}]
 
 
-def assert_image_diff(case, directory):
-    """`llmc diff --image` of a model with two deep layers, whose original is beside its case."""
+def assert_image_diff(case, directory, rows="rows of image 1, deep layer 1"):
+    """`llmc diff --image` of a model whose original is beside its case; `rows` are compared, too.
+    """
     pictures = [directory / f"{index}.png" for index in range(2)]
     for picture, image in zip(pictures, images(2), strict=True):
         image.save(picture)
     report = diff(case, case.parent / "hf", images=pictures, tokens=0)  # one in a line
     assert report.verdict is None, report
     names = {own.name for own in report.layers if own.name.endswith("(images)")}
-    assert {"rows of image 0 (images)", "rows of image 1, deep layer 1 (images)",
+    assert {"rows of image 0 (images)", f"{rows} (images)",
             "hidden_states.0 (images)", "logits (images)"} <= names

@@ -21,6 +21,8 @@ _PARTIAL_MROPE = families.rope("default", partial_rotary_factor=0.5, mrope_secti
 TEXTS = {
     "gemma3": {**families.FAMILIES["gemma3_text"], "num_hidden_layers": 3},
     "gemma4": families.OWN_ATTENTION["gemma4_text"],
+    "paligemma": {**families.UNPLANNED["gemma"], "model_type": "gemma"},
+    "paligemma2": {**families.FAMILIES["gemma2"], "model_type": "gemma2"},
     "mistral3": families.FAMILIES["mistral"],
     "mistral4": {**families.LATENT["deepseek_v3"], "model_type": "mistral4", **families.rope(
         "yarn", factor=4.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
@@ -56,7 +58,7 @@ TEXTS = {
     "idefics3": families.FAMILIES["llama"],
 }
 # Models whose language model is part of another class.
-WHOLES = {"mistral4": "mistral3"}
+WHOLES = {"mistral4": "mistral3", "paligemma2": "paligemma"}
 # Fields of the whole config. One row of four patches.
 _WHOLE = {"mm_tokens_per_image": 1, "scale_factor": 2, "alignment_intermediate_size": 48}
 _OWN_WHOLE = {
@@ -143,8 +145,8 @@ def session(proto, model):
 
 def run_encoder(loaded, computed, arrays):
     """Run an exported encoder on what a processor gives for one image."""
-    read = {tensor.name for tensor in loaded.get_inputs()}
-    feeds = {name: array for name, array in arrays.items() if name in read}
+    feeds = dict(arrays)
     for own in computed:
         feeds |= vision_inputs.of_arrays(own, arrays)
-    return loaded.run(None, feeds)
+    names = {own.name for own in loaded.get_inputs()}
+    return loaded.run(None, {name: array for name, array in feeds.items() if name in names})

@@ -69,8 +69,23 @@ _FUNCTIONS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+@dataclass(frozen=True)
+class TracedImageEncoder:
+    """An exported image encoder.
+
+    Args:
+        proto: the graph; see `trace_image`.
+        computed: how its computed inputs are computed.
+        inputs: for each sample, the graph's inputs by name.
+    """
+
+    proto: onnx.ModelProto
+    computed: tuple[VisionInput, ...]
+    inputs: tuple[Arrays, ...]
+
+
 def trace_image(config: Any, samples: Sequence[Arrays], num_rows: Sequence[int] = ()) -> \
-        tuple[onnx.ModelProto, tuple[VisionInput, ...]]:
+        TracedImageEncoder:
     """Export the image encoder of a model from its config.
 
     Parameters are named as by `trace`. The graph's inputs are the arrays of a sample, without the
@@ -82,9 +97,6 @@ def trace_image(config: Any, samples: Sequence[Arrays], num_rows: Sequence[int] 
         samples: what the model's processor gives for an image, for several sizes. Axes that differ
             are dynamic.
         num_rows: rows that the prompt takes for each sample, to compare; empty: not known.
-
-    Returns:
-        The graph, and how its computed inputs are computed.
 
     Raises:
         LlmcError: the encoder cannot be exported.
@@ -101,6 +113,10 @@ def trace_image(config: Any, samples: Sequence[Arrays], num_rows: Sequence[int] 
             model: Any = build(config, IMAGE, False)
         with torch.device("meta"):
             empty: Any = build(config, IMAGE, False)
+        if features_owner(empty) is None:
+            raise LlmcError(f"'{config.model_type}' has an image encoder without "
+                            f"get_image_features, which llmc does not support; "
+                            f"{LANGUAGE_MODEL_ONLY}")
         recorded = [_record(empty, sample) for sample in samples]
         for expected, run in zip(num_rows, recorded, strict=False):
             if run.rows[0] != expected:
@@ -173,7 +189,7 @@ def _record(model: Any, sample: Arrays) -> _Run:
 
 
 def _export(model: Any, samples: Sequence[Arrays], runs: Sequence[_Run]) -> \
-        tuple[onnx.ModelProto, tuple[VisionInput, ...]]:
+        TracedImageEncoder:
     names = [name for name in samples[0] if name != SIZES]
     if all(call.function != PACK for call in runs[0].calls) and any(
             SIZES in sample and sample[SIZES].tolist() != [[*sample["pixel_values"].shape[-2:]]]
@@ -223,7 +239,10 @@ def _export(model: Any, samples: Sequence[Arrays], runs: Sequence[_Run]) -> \
     proto = to_proto(exported, None)
     _remove_added_biases(proto)
     _remove_unread_grid(proto)
-    return proto, tuple(computed)
+    read = {tensor.name for tensor in proto.graph.input}
+    return TracedImageEncoder(proto, tuple(computed), tuple(
+        {name: array for name, array in zip(inputs, arrays, strict=True) if name in read}
+        for arrays in zip(*inputs.values(), strict=True)))
 
 
 def _remove_unread_grid(proto: onnx.ModelProto) -> None:

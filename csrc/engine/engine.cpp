@@ -87,6 +87,7 @@ Engine::Engine(Program program, int device, const std::string& attention_backend
   if (!program_.nodes(Part::kDraft).empty()) make_drafter();
   if (program_.limits().prompt_lookup)
     lookup_ = std::make_unique<PromptLookup>(program_.limits(), memory_, stream_.handle);
+  if (!program_.outputs().empty()) watch(program_.outputs());
   synchronize();
 }
 
@@ -152,6 +153,7 @@ void Engine::place_tensors() {
   input(inputs_.features, kFeatures);
   input(inputs_.embed_ids, kEmbedIds);
   input(inputs_.rotary_positions, kRotaryPositions);
+  input(inputs_.ranges, kBidirectionalRanges);
   for (int i = 0; i < limits.num_deep_embeds; ++i)
     input(inputs_.deep_embeds.emplace_back(), (kDeepEmbeds + std::to_string(i)).c_str());
 }
@@ -320,6 +322,7 @@ void Engine::enqueue(const Pass& pass, const Step& step) {
   context.adapters = step.adapters;
   context.embeds = step.embeds;
   context.deep_embeds = step.deep_embeds;
+  context.ranges = step.ranges;
   if (lora_plan_ != nullptr) lora_plan_->begin_step();
   context.lora_plan = lora_plan_.get();
   context.watcher = watcher_;
@@ -458,6 +461,38 @@ void Engine::encode(const EncoderInputs& inputs) {
   upload(inputs_.memory_rows, memory + rows, inputs.memory_rows.bytes(), stream_.handle);
   count_collectives(Part::kEncoder);
   enqueue(encoder_, step);
+}
+
+void Engine::encode_image(const std::vector<HostArray<uint8_t>>& arrays, int num_tokens,
+                          int num_rows, int batch) {
+  if (program_.outputs().empty()) throw Error("the program is not that of an image encoder");
+  check_size("the inputs of an image encoder", static_cast<int64_t>(arrays.size()),
+             static_cast<int64_t>(program_.arrays().size()));
+  const Limits& limits = program_.limits();
+  if (num_tokens < 1 || num_tokens > limits.max_tokens || num_rows < 1 ||
+      num_rows > limits.max_logits || batch < 1 || batch > limits.max_batch)
+    throw Error("an image of " + std::to_string(num_tokens) + " patches, " +
+                std::to_string(num_rows) + " rows and " + std::to_string(batch) +
+                " segments exceeds the engine's limits of " + std::to_string(limits.max_tokens) +
+                ", " + std::to_string(limits.max_logits) + " and " +
+                std::to_string(limits.max_batch));
+  Step step{num_tokens, num_rows, batch};
+  step.longest = step.reach = num_tokens;
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    const int number = program_.arrays()[i];
+    const Declared& array = program_.tensor(number);
+    const Tensor resolved = resolve(number, step);
+    check_size(array.name.c_str(), arrays[i].size, resolved.size() * width(resolved.dtype));
+    if (array.dtype == DType::kInt32)
+      check_segments({reinterpret_cast<const int32_t*>(arrays[i].data), batch + 1}, num_tokens);
+    if (array.dtype == DType::kInt64)
+      check_merged_rows({reinterpret_cast<const int64_t*>(arrays[i].data), num_rows}, num_tokens);
+  }
+  use_device();
+  for (size_t i = 0; i < arrays.size(); ++i)
+    upload(places_[program_.arrays()[i]], arrays[i].data, arrays[i].size, stream_.handle);
+  enqueue(model_, step);
+  synchronize();
 }
 
 Engine::Ticket& Engine::next_ticket() {
@@ -693,6 +728,8 @@ int64_t Engine::submit(const StepInputs& inputs) {
     const int64_t embeds = packed.add(inputs.embeds.data, inputs.embeds.size);
     const int64_t deep_embeds = packed.add(inputs.deep_embeds.data, inputs.deep_embeds.size);
     const int64_t embed_ids = packed.add(inputs.embed_ids.data, inputs.embed_ids.size);
+    const int64_t ranges =
+        packed.add(inputs.bidirectional_ranges.data, inputs.bidirectional_ranges.size);
     const int64_t scores[] = {packed.add(scored),
                               packed.add(inputs.scored_targets.data, inputs.scored_targets.size),
                               packed.add(inputs.scored_counts.data, inputs.scored_counts.size)};
@@ -726,9 +763,14 @@ int64_t Engine::submit(const StepInputs& inputs) {
     if (step.embeds)
       take_embeds(inputs, at<int32_t>(received, embed_ids), at<float>(received, embeds),
                   at<float>(received, deep_embeds));
+    if (step.ranges)
+      check(kernels::transfer(inputs_.ranges, received + ranges,
+                              inputs.bidirectional_ranges.bytes(), stream_.handle),
+            "copying bidirectional ranges");
     run(model_, step);
     if (adapters) check(cudaEventRecord(adapters_used_.handle, stream_.handle), "an event");
-    step.adapters = step.embeds = step.deep_embeds = false;  // a draft model takes none
+    step.adapters = step.embeds = step.deep_embeds = step.ranges =
+        false;  // a draft model takes none
     ticket.results = {};
     if (program_.pools()) {
       if (inputs.sample.size > 0) pool(ticket, step);

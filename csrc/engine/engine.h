@@ -92,6 +92,10 @@ class Engine {
 
   // Enqueues the encoder for prompts: see EncoderInputs.
   void encode(const EncoderInputs& inputs);
+  // Runs an image encoder, and waits for it; read_watched() then returns its outputs.
+  // `arrays` are in the order of Program::arrays().
+  void encode_image(const std::vector<HostArray<uint8_t>>& arrays, int num_tokens, int num_rows,
+                    int batch);
 
   // From now on, keeps the content of these values right after the node that produces them. The
   // host synchronizes at each of them. Empty: keeps nothing.
@@ -125,7 +129,7 @@ class Engine {
   struct Inputs {
     int64_t *input_ids, *position_ids, *logits_indices, *memory_rows, *token_type_ids;
     int32_t *cu_seqlens, *past_lens, *block_table, *state_slots, *commit_lens, *memory_starts,
-        *memory_lens, *lora_ids, *lora_logits_ids, *embed_ids, *rotary_positions;
+        *memory_lens, *lora_ids, *lora_logits_ids, *embed_ids, *rotary_positions, *ranges;
     char *embeds, *features;
     std::vector<char*> deep_embeds;
   };

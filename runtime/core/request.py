@@ -535,8 +535,16 @@ class InputProcessor:
             raise LlmcError("prompt_logprobs is given for a prompt with images, whose rows are no "
                             "tokens; leave it out")
         self.check_tokens(prompt.token_ids)
-        ids = array("i", prompt.token_ids)
-        return ids, ids, InputEmbeds.of_items(prompt.ranges, self._rotary(prompt))
+        assert self.manifest.image is not None
+        image, ids = self.manifest.image, array("i", prompt.token_ids)
+        embeds = InputEmbeds.of_items(prompt.ranges, self._rotary(prompt)) \
+            .seen_together(image.bidirectional, ids)
+        if image.token_id is None:
+            return ids, ids, embeds
+        read = ids[:]
+        for position in embeds.positions.tolist():
+            read[position] = image.token_id
+        return read, ids, embeds
 
     def _rotary(self, prompt: MediaPrompt) -> RotaryPositions | None:
         """Positions by axis of a prompt with images; None if the model has none."""
@@ -672,7 +680,8 @@ class InputProcessor:
         """Put items in place of their placeholders in a prompt."""
         processor = self.require_processor()
         if isinstance(prompt, str):
-            ids = self.tokenize(processor.expand_text(prompt, items), add_special_tokens)
+            ids = self.tokenize(processor.expand_text(prompt, items),
+                                add_special_tokens and processor.adds_special_tokens)
         else:
             ids = processor.expand_ids(read_token_ids(prompt, "the prompt"), items,
                                        lambda text: self.tokenize(text, add_special_tokens=False))

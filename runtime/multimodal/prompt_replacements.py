@@ -6,6 +6,7 @@
 | Exaone4_5, Glm4v, Glm46V | image_token | image_token |
 | Gemma3 | boi_token | image_token |
 | Gemma3n, Gemma4 | image_token, audio_token | the same |
+| PaliGemma | image_token | image_token; the text's BOS token comes after the images |
 | Pixtral, LightOnOcr, Llava, LlavaNext, LlavaOnevision | image_token | image_token |
 | DeepseekVL, Janus | image_token | image_token |
 | InternVL | context_image_token | context_image_token |
@@ -27,6 +28,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from llmc.errors import LlmcError
 from llmc.runtime.multimodal.image_processors.anyres import AnyresImageProcessor, best_canvas
 from llmc.runtime.multimodal.image_processors.base import Arrays, Dims, Positive
 from llmc.runtime.multimodal.tile_rows import unpadded
@@ -41,6 +43,8 @@ class PromptReplacement(BaseModel):
 
     # Settings that transformers' processor gives its image processor with each call.
     image_settings: ClassVar[dict[str, Any]] = {}
+    # Whether the tokenizer adds its special tokens to a prompt.
+    adds_special_tokens: ClassVar[bool] = True
 
     @property
     def placeholder(self) -> str:
@@ -60,6 +64,10 @@ class PromptReplacement(BaseModel):
             processor: it, with its settings.
         """
         raise NotImplementedError
+
+    def complete(self, text: str) -> str:
+        """The text of a prompt with items, with what the model expects around them."""
+        return text
 
     def unused_inputs(self) -> tuple[str, ...]:
         """Names of arrays that only `text` needs."""
@@ -146,6 +154,24 @@ class Gemma4Replacement(ImageTokenReplacement):
         num_patches = int((arrays["image_position_ids"][..., 0] >= 0).sum())
         count = num_patches // processor.pooling_kernel_size ** 2
         return f"{self.boi_token}{self.image_token * count}{self.eoi_token}"
+
+
+class PaliGemmaReplacement(ImageTokenReplacement):
+    adds_special_tokens: ClassVar[bool] = False
+
+    processor_class: Literal["PaliGemmaProcessor"]
+    bos_token: str = "<bos>"
+
+    def complete(self, text: str) -> str:
+        images = text.rfind(self.image_token) + len(self.image_token)
+        return f"{text[:images]}{self.bos_token}{text[images:]}\n"
+
+    def text(self, arrays: Arrays, processor: Any) -> str:
+        count = getattr(processor, "image_seq_length", None)
+        if count is None:
+            raise LlmcError("preprocessor_config.json has no image_seq_length, the number of "
+                            "tokens of an image; add it")
+        return self.image_token * int(count)
 
 
 class PixtralReplacement(ImageTokenReplacement):
@@ -475,11 +501,11 @@ class Gemma4AudioReplacement(AudioTokenReplacement):
 
 AnyImageReplacement = Annotated[
     Qwen2VLReplacement | Glm4vReplacement | Gemma3Replacement | Gemma3nReplacement
-    | Gemma4Replacement | PixtralReplacement | LightOnOcrReplacement | LlavaReplacement
-    | DeepseekVLReplacement | JanusReplacement | LlavaNextReplacement
-    | LlavaOnevisionReplacement | InternVLReplacement
-    | QianfanOCRReplacement | GotOcr2Replacement | AyaVisionReplacement
-    | Cohere2VisionReplacement | Idefics3Replacement | Llama4Replacement | MllamaReplacement,
+    | Gemma4Replacement | PaliGemmaReplacement | PixtralReplacement | LightOnOcrReplacement
+    | LlavaReplacement | DeepseekVLReplacement | JanusReplacement | LlavaNextReplacement
+    | LlavaOnevisionReplacement | InternVLReplacement | QianfanOCRReplacement | GotOcr2Replacement
+    | AyaVisionReplacement | Cohere2VisionReplacement | Idefics3Replacement | Llama4Replacement
+    | MllamaReplacement,
     Field(discriminator="processor_class")]
 AnyAudioReplacement = Annotated[
     Qwen2AudioReplacement | Qwen3OmniReplacement | Gemma3nAudioReplacement

@@ -130,13 +130,6 @@ def test_bad_input_is_named_and_leaves_other_prompts_alone(model, tmp_path):
         assert len(llm.generate("fine", GREEDY)[0].token_ids) == 10
 
 
-def test_a_model_that_uses_rows_in_another_way_is_refused_before_the_export(tmp_path):
-    write_model("gemma3", tmp_path)
-    with pytest.raises(llmc.LlmcError, match="tokens of an image that see each other.*"
-                                             "--language_model_only"):
-        llmc.compile(tmp_path, tmp_path / "case")
-
-
 def test_an_encoder_that_does_not_fit_is_refused_before_the_language_model_is_exported(
         tmp_path, monkeypatch):
     write_model("llava", tmp_path)

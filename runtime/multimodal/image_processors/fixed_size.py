@@ -43,6 +43,7 @@ class FixedSizeImageProcessor(ImageProcessor):
 class SiglipImageProcessor(FixedSizeImageProcessor):
     image_processor_type: Literal["SiglipImageProcessor"]
     size: Size = Size(height=224, width=224)
+    image_seq_length: Positive | None = None  # tokens of an image, of PaliGemma
 
 
 class ViTImageProcessor(FixedSizeImageProcessor):
