@@ -92,6 +92,10 @@ def _program(target: TargetSpec) -> bool:
     return target.runs_program
 
 
+def _merging(target: TargetSpec) -> bool:
+    return target.runs_program or target.runs_any_op
+
+
 def _paged(target: TargetSpec) -> bool:
     return target.paged
 
@@ -204,7 +208,7 @@ PASSES: tuple[Step, ...] = (
     # their gains are folded into the unquantized weights.
     GraphPass("norm_gate", norm_gate, _program),
     GraphPass("gate", gate, _program),  # gates that norm_gate did not fuse
-    GraphPass("projections", projections, _program),  # after both, whose ops read columns
+    GraphPass("projections", projections, _merging),  # after both, whose ops read columns
     GraphPass("experts_residual", experts_residual, _kernels),  # after projections
     GraphPass("norm_gemm", norm_gemm, _kernels),  # after projections: one GEMM per norm
     # After all passes that select rows and columns, before quantize, which changes values.
