@@ -35,6 +35,7 @@ from llmc.compiler.graph.verify import verify
 from llmc.compiler.options import CompileOptions
 from llmc.compiler.passes.adapters import adapters
 from llmc.compiler.passes.attention import attention
+from llmc.compiler.passes.attention_projections import attention_projections
 from llmc.compiler.passes.blocks import blocks
 from llmc.compiler.passes.columns import columns
 from llmc.compiler.passes.dense_experts import dense_experts
@@ -92,8 +93,8 @@ def _program(target: TargetSpec) -> bool:
     return target.runs_program
 
 
-def _merging(target: TargetSpec) -> bool:
-    return target.runs_program or target.runs_any_op
+def _any_op(target: TargetSpec) -> bool:
+    return target.runs_any_op
 
 
 def _paged(target: TargetSpec) -> bool:
@@ -208,7 +209,8 @@ PASSES: tuple[Step, ...] = (
     # their gains are folded into the unquantized weights.
     GraphPass("norm_gate", norm_gate, _program),
     GraphPass("gate", gate, _program),  # gates that norm_gate did not fuse
-    GraphPass("projections", projections, _merging),  # after both, whose ops read columns
+    GraphPass("projections", projections, _program),  # after both, whose ops read columns
+    GraphPass("attention_projections", attention_projections, _any_op),
     GraphPass("experts_residual", experts_residual, _kernels),  # after projections
     GraphPass("norm_gemm", norm_gemm, _kernels),  # after projections: one GEMM per norm
     # After all passes that select rows and columns, before quantize, which changes values.

@@ -1,18 +1,11 @@
 """Merge linear layers of one input if their readers accept columns of wider rows.
 
-On targets that run programs:
-
 Given:   a = act(x · Waᵀ + ba), b = x · Wbᵀ, …; Op(a), Other(b), …
 Result:  y = x · [Wb; Wa; …]ᵀ; Op(columns of y, activation=act, bias=ba), Other(columns of y), …
 
 `Op.columns` declares the inputs that accept columns, and whether the op applies an activation and a
 bias to them. The widest layers come first, so that the others start at vector boundaries. Zero rows
 pad the width of y to whole vectors, unless weights are quantized.
-
-On others, query, key and value of attention without a cache:
-
-Given:   q = x · Wqᵀ, k = x · Wkᵀ, v = x · Wvᵀ; BidirectionalAttention(q, k, v)
-Result:  q, k, v = Split(x · [Wq; Wk; Wv]ᵀ)
 """
 
 from __future__ import annotations
@@ -38,13 +31,11 @@ from llmc.compiler.graph.rewrite import (
     op_of,
     operand,
     operands,
-    producer,
     replace,
     values_of,
 )
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.row_layout import selected
-from llmc.plugins.bidirectional_attention.op import OP as ATTENTION
 from llmc.plugins.gemm_bias_act.op import OP as GEMM
 from llmc.plugins.roles import Columns
 
@@ -68,27 +59,9 @@ class _Merged:
 
 def projections(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass."""
-    rule = Rule("projections", frozenset({GEMM.name}), lambda node, settings: _check(
-        graph, node) if settings.target.runs_program else _check_attention(graph, node), _rewrite)
+    rule = Rule("projections", frozenset({GEMM.name}),
+                lambda node, settings: _check(graph, node), _rewrite)
     apply_rules(graph, [rule], settings, report)
-
-
-def _check_attention(graph: gs.Graph, node: gs.Node) -> _Merged | None:
-    """The layers of an attention's query, key and value, if they read the same rows."""
-    readers = consumers(graph, node.outputs[0])
-    attention = readers[0] if len(readers) == 1 else None
-    if not is_op(attention, ATTENTION):
-        return None
-    gemms = [producer(tensor) for tensor in attention.inputs[:3]]
-    if gemms[0] is not node or any(
-            not is_op(gemm, GEMM) or operand(gemm, "x") is not operand(node, "x")
-            or fields_of(gemm)["activation"] != "none"
-            or consumers(graph, gemm.outputs[0]) != [attention]
-            or len(operands(gemm)["weight"].outputs) > 1 for gemm in gemms):
-        return None
-    parts = tuple(_Part(gemm, (), False, False) for gemm in gemms if gemm is not None)
-    return _Merged(parts) if len({_form(part) for part in parts}) == 1 \
-        and len({id(part.gemm) for part in parts}) == 3 else None
 
 
 def _check(graph: gs.Graph, node: gs.Node) -> _Merged | NoMatch | None:
@@ -100,10 +73,10 @@ def _check(graph: gs.Graph, node: gs.Node) -> _Merged | NoMatch | None:
     if isinstance(anchor, NoMatch):
         return anchor
     parts = [part for gemm in gemms if isinstance(part := _part(graph, gemm), _Part)
-             and _form(part) == _form(anchor)]
+             and form_of(part.gemm) == form_of(anchor.gemm)]
     if len(parts) < 2:
         return NoMatch("no other linear layer of its x can be merged with it", node)
-    return _Merged(tuple(sorted(parts, key=lambda part: -_width(part))))
+    return _Merged(tuple(sorted(parts, key=lambda part: -width_of(part.gemm))))
 
 
 def _part(graph: gs.Graph, gemm: gs.Node) -> _Part | NoMatch | None:
@@ -140,53 +113,26 @@ def _choices(user: gs.Node, role: Columns) -> Sequence[int | str]:
     return op.choices[role.activation]
 
 
-def _form(part: _Part) -> tuple[object, ...]:
+def form_of(gemm: gs.Node) -> tuple[object, ...]:
     """The weight's storage format, () if not quantized; merged layers have the same."""
-    stored = values_of(operands(part.gemm)["weight"]).stored
+    stored = values_of(operands(gemm)["weight"]).stored
     return () if stored is None else (
         stored.dtype, stored.group_size, stored.zeros is None, stored.minima is None,
         None if stored.order is None else stored.order.tobytes(), stored.activation_dtype,
         stored.rounds_groups)
 
 
-def _width(part: _Part) -> int:
-    return int(values_of(operands(part.gemm)["weight"]).shape[0])
+def width_of(gemm: gs.Node) -> int:
+    """The number of outputs of a linear layer."""
+    return int(values_of(operands(gemm)["weight"]).shape[0])
 
 
 def _rewrite(graph: gs.Graph, match: _Merged, settings: Settings) -> None:
     parts, gemms = match.parts, [part.gemm for part in match.parts]
-    x = gemms[0].inputs[0]
-    widths = [_width(part) for part in parts]
-    splits = not settings.target.runs_program
-    padding = 0 if _form(parts[0]) or splits else -sum(widths) % _VECTOR
-    merged = gs.Variable(f"{x.name}.projections", x.dtype, [*x.shape[:-1], sum(widths) + padding])
-    matrices = [values_of(operands(gemm)["weight"]) for gemm in gemms]
-    if padding:
-        matrices.append(Weight.of(np.zeros((padding, matrices[0].shape[1]), np.float32)))
-    weight = merge_constants(gemms, "weight", Weight.concat(matrices), "projections", merged)
-    biases = [None if part.moves_bias else operand(part.gemm, "bias") for part in parts]
-    bias = None
-    if any(biases):
-        vectors = [np.zeros(width, np.float32) if own is None else values_of(own).load()
-                   for own, width in zip(biases, widths, strict=True)]
-        bias = gs.Constant(f"{weight.name}.bias", Weight.of(
-            np.concatenate([*vectors, np.zeros(padding)]).astype(np.float32)))
-    (_split if splits else _give_columns)(graph, parts, widths, merged)
-    replace(graph, GEMM, {"x": x, "weight": weight, "bias": bias}, [merged])
-
-
-def _split(graph: gs.Graph, parts: Sequence[_Part], widths: Sequence[int],
-           merged: gs.Variable) -> None:
-    """Split the merged layer's output into those of its parts."""
-    results = [part.gemm.outputs.pop() for part in parts]
-    graph.nodes.append(gs.Node(
-        "Split", f"{merged.name}.split", {"axis": -1}, outputs=results,
-        inputs=[merged, gs.Constant(f"{merged.name}.widths", np.array(widths, np.int64))]))
-
-
-def _give_columns(graph: gs.Graph, parts: Sequence[_Part], widths: Sequence[int],
-                  merged: gs.Variable) -> None:
-    """Give readers the columns of their part, with the activation and bias that move to them."""
+    widths = [width_of(gemm) for gemm in gemms]
+    padding = 0 if form_of(gemms[0]) else -sum(widths) % _VECTOR
+    merged = merge(graph, gemms, [None if part.moves_bias else operand(part.gemm, "bias")
+                                  for part in parts], padding)
     first = 0
     for part, width in zip(parts, widths, strict=True):
         result = part.gemm.outputs[0]
@@ -205,3 +151,29 @@ def _give_columns(graph: gs.Graph, parts: Sequence[_Part], widths: Sequence[int]
         part.gemm.outputs.clear()
         graph.nodes.append(selected(merged, np.arange(first, first + width), columns))
         first += width
+
+
+def merge(graph: gs.Graph, gemms: Sequence[gs.Node], biases: Sequence[gs.Tensor | None],
+          padding: int = 0) -> gs.Variable:
+    """Add the linear layer of the weights of layers, one below the other, and return its output.
+
+    Args:
+        graph: the graph.
+        gemms: layers of one x, which the caller removes.
+        biases: of each.
+        padding: number of further rows of zeros.
+    """
+    x, widths = gemms[0].inputs[0], [width_of(gemm) for gemm in gemms]
+    merged = gs.Variable(f"{x.name}.projections", x.dtype, [*x.shape[:-1], sum(widths) + padding])
+    matrices = [values_of(operands(gemm)["weight"]) for gemm in gemms]
+    if padding:
+        matrices.append(Weight.of(np.zeros((padding, matrices[0].shape[1]), np.float32)))
+    weight = merge_constants(gemms, "weight", Weight.concat(matrices), "projections", merged)
+    bias = None
+    if any(biases):
+        vectors = [np.zeros(width, np.float32) if own is None else values_of(own).load()
+                   for own, width in zip(biases, widths, strict=True)]
+        bias = gs.Constant(f"{weight.name}.bias", Weight.of(
+            np.concatenate([*vectors, np.zeros(padding)]).astype(np.float32)))
+    replace(graph, GEMM, {"x": x, "weight": weight, "bias": bias}, [merged])
+    return merged

@@ -4,6 +4,7 @@ Graphs that must not match do not.
 """
 
 from collections import Counter
+from dataclasses import replace
 
 import families
 import numpy as np
@@ -17,7 +18,9 @@ from llmc.compiler.graph.rewrite import Report, Settings, tidy
 from llmc.compiler.graph.verify import verify
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.lower import _FUSE, GraphPass, run_pass
+from llmc.compiler.options import CompileOptions
 from llmc.compiler.passes.attention import attention
+from llmc.compiler.passes.attention_projections import attention_projections
 from llmc.compiler.passes.embedding import embedding
 from llmc.compiler.passes.experts_residual import experts_residual
 from llmc.compiler.passes.fold import fold
@@ -92,8 +95,8 @@ def test_every_pass_preserves_the_graph_s_outputs(family):
 EXPECTED = {  # fused ops of two layers
     "llama": {"Embedding": 1, "RMSNorm": 5, "CausalAttention": 2, "GatedMLP": 2, "GemmBiasRes": 4,
               "GemmBiasAct": 3},
-    "gpt2": {"Embedding": 1, "LayerNorm": 5, "CausalAttention": 2, "GemmBiasAct": 5,
-             "GemmBiasRes": 4},
+    "gpt2": {"Embedding": 1, "LayerNorm": 4, "AddLayerNorm": 1, "CausalAttention": 2,
+             "GemmBiasAct": 6, "GemmBiasRes": 3},
     "gemma2": {"Embedding": 1, "RMSNorm": 5, "AddRMSNorm": 4, "CausalAttention": 2, "GatedMLP": 2,
                "GemmBiasAct": 7, "Div": 1, "Tanh": 1, "Mul": 1},
     "phi3": {"Embedding": 1, "RMSNorm": 5, "CausalAttention": 2, "GatedMLP": 2, "GemmBiasRes": 4,
@@ -371,6 +374,43 @@ def test_linear_layers_with_column_readers_are_merged():
     assert reports[-1].matches == {"projections": 1}
     assert {node.attrs["activation"] for node in graph.nodes if node.op == "GroupRMSNorm"} == \
         {"sigmoid", "silu"}
+
+
+ATTENTION = """flat = Constant<value_ints=[-1, 6]>() whole = Constant<value_ints=[2, 4, 6]>()
+rows = Reshape(x, flat) q = MatMul(rows, square) kp = MatMul(rows, other) k = Add(kp, w)
+v = MatMul(rows, third) out = llmc.BidirectionalAttention<num_heads=1, num_kv_heads=1, head_dim=6>
+(q, k, v, cu) """
+PROJECTED = {"w": VECTOR, "square": SQUARE, "other": SQUARE.T.copy(), "third": SQUARE[::-1].copy(),
+             "cu": np.array([0, 4, 8], np.int32)}
+
+
+def test_projections_of_attention_are_merged():
+    graph, reports = before_after(ATTENTION + "logits = Reshape(out, whole)", PROJECTED,
+                                  fold, gemm, attention_projections)
+    assert reports[-1].matches == {"attention-projections": 1}
+    assert ops(graph) == {"Gather": 1, "Reshape": 2, "GemmBiasAct": 1, "Split": 1,
+                          "BidirectionalAttention": 1}
+    made = next(node for node in graph.nodes if node.op == "GemmBiasAct")
+    assert [tuple(tensor.shape) for tensor in made.inputs[1:]] == [(18, 6), (18,)]
+
+
+def test_a_projection_that_others_read_stays():
+    graph, reports = before_after(ATTENTION + "sum = Add(out, v) logits = Reshape(sum, whole)",
+                                  PROJECTED, fold, gemm, attention_projections)
+    assert "has other readers" in reports[-1].refusals[0]
+    assert ops(graph)["GemmBiasAct"] == 3
+
+
+def test_a_norm_adds_the_residual_that_only_it_reads():
+    """On targets with CUDA kernels, the GEMM adds it."""
+    text = "m = MatMul(x, square) b = Add(m, w) s = Add(b, x) logits = LayerNormalization(s, w)"
+    constants = {"w": VECTOR, "square": SQUARE}
+    graph, _ = before_after(text, constants, norm, gemm, residual, add_norm)
+    assert ops(graph) == {"Gather": 1, "GemmBiasAct": 1, "AddLayerNorm": 1}
+    graph = small_graph(text, constants)
+    for function in (norm, gemm, residual, add_norm):
+        run(graph, function, replace(SETTINGS, options=CompileOptions(target="cuda")))
+    assert ops(graph) == {"Gather": 1, "GemmBiasRes": 1, "LayerNorm": 1}
 
 
 def test_embedding_fuses_scale_and_position_offset():
