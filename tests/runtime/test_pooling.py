@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -133,12 +132,14 @@ def test_a_text_beside_others_waits_for_its_step(made, bert):
 def test_an_interrupted_text_leaves_the_model_to_others(made):
     text, = random_texts(1, 20, seed=13)
     with llmc.LLM(made[0] / "bert.case") as llm:
-        rank, = families.ranks(llm)
-        pool = rank.pool
-        llm._loops[0]._engine._pool = lambda step: signal.raise_signal(signal.SIGINT)
+        def interrupted(step):
+            raise KeyboardInterrupt
+
+        engine = llm._loops[0]._engine
+        pool, engine._pool = engine._pool, interrupted
         with pytest.raises(KeyboardInterrupt):
             llm.embed([text])
-        llm._loops[0]._engine._pool = pool
+        engine._pool = pool
         assert_equal_rows(llm.embed([text]), made[1]["bert"], [text], "mean")
     with pytest.raises(llmc.LlmcError, match="closed"):
         llm.embed([text])
