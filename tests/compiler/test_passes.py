@@ -377,9 +377,9 @@ def test_linear_layers_with_column_readers_are_merged():
 
 
 ATTENTION = """flat = Constant<value_ints=[-1]>() whole = Constant<value_ints=[2, 4, 6]>()
-tokens = Reshape(input_ids, flat) rows = Gather(table, tokens) q = MatMul(rows, square) kp = MatMul(rows, other) k = Add(kp, w)
-v = MatMul(rows, third) out = llmc.BidirectionalAttention<num_heads=1, num_kv_heads=1, head_dim=6>
-(q, k, v, cu) """
+tokens = Reshape(input_ids, flat) rows = Gather(table, tokens)
+q = MatMul(rows, square) kp = MatMul(rows, other) k = Add(kp, w) v = MatMul(rows, third)
+out = llmc.BidirectionalAttention<num_heads=1, num_kv_heads=1, head_dim=6>(q, k, v, cu) """
 PROJECTED = {"w": VECTOR, "square": SQUARE, "other": SQUARE.T.copy(), "third": SQUARE[::-1].copy(),
              "cu": np.array([0, 4, 8], np.int32)}
 
