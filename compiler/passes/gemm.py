@@ -65,7 +65,6 @@ from llmc.plugins.activations import REFERENCE as ACTIVATIONS
 from llmc.plugins.gated_mlp.op import OP as GATED_MLP
 from llmc.plugins.gemm_bias_act.op import OP as GEMM
 from llmc.plugins.gemm_bias_res.op import OP as GEMM_RESIDUAL
-from llmc.plugins.layer_norm.op import OP as LAYER_NORM
 
 _MAX_NODES = 16  # of an activation
 _MAX_GATED_NODES = 24
@@ -272,18 +271,9 @@ class _Residual:
 
 
 def residual(graph: gs.Graph, settings: Settings, report: Report) -> None:
-    """Fuse GEMMs with the residual that is added to their result.
-
-    A sum that only a LayerNorm reads is left to `add_norm` on targets whose LayerNorm also adds a
-    residual at no cost, as that of ONNX Runtime.
-    """
-    def check(node: gs.Node, settings: Settings) -> _Residual | NoMatch | None:
-        readers = consumers(graph, node.outputs[0])
-        if not settings.target.kernels and len(readers) == 1 and is_op(readers[0], LAYER_NORM):
-            return None
-        return _check_residual(graph, node)
-
-    rule = Rule("residual", frozenset({"Add"}), check, _rewrite_residual)
+    """Fuse GEMMs with the residual that is added to their result."""
+    rule = Rule("residual", frozenset({"Add"}),
+                lambda node, settings: _check_residual(graph, node), _rewrite_residual)
     apply_rules(graph, [rule], settings, report)
 
 

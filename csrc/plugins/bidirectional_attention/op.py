@@ -33,10 +33,10 @@ import numpy as np
 from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.attention.op import (
     _LENGTHS,
-    _PLACES,
     _TOKENS,
     _ints,
     _out,
+    _places,
     _prepared,
     _queries,
     _scale,
@@ -170,7 +170,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
              f"scale={float(_scale(fields))!r}>"
     maps = bool(bias_lines) or "cos" in present
     return "\n".join([
-        *_LENGTHS, *(_PLACES if maps else []),
+        *_LENGTHS, *(_places() if maps else []),
         *(["position_column = Unsqueeze(offset, c1)"] if "cos" in present else []),
         *query_lines, *key_lines, *bias_lines,
         _ints("rows_shape", -1, heads * dim),
@@ -182,7 +182,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
         f"attended_whole = {kernel}(q_whole, k_whole, v_whole{', , , ' + bias if bias else ''})",
         "out_whole = Reshape(attended_whole, rows_shape)",
         "}, else_branch = padded () => (float[t, w] out_padded) {",
-        *([] if maps else _PLACES),
+        *([] if maps else _places("_own")),
         *(f"{name}_padded = Gather<axis=0>({rows}, pad)" for name, rows in packed.items()),
         "key_lengths = Cast<to=6>(lengths)",
         f"attended_padded = {kernel}(q_padded, k_padded, v_padded, , key_lengths"
