@@ -1,6 +1,7 @@
 """sum = x + residual; y = LayerNorm(sum).
 
-On CPUs ONNX Runtime's SkipLayerNormalization takes 1.7 times as long as the two ops of the body.
+ONNX Runtime's SkipLayerNormalization takes 2 to 9 times as long on CPUs as the two ops of the body
+(1.32; 512 rows of 384 columns: 1,056 and 150 us).
 """
 
 from collections.abc import Mapping
