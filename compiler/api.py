@@ -224,7 +224,9 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
             if draft and raw.draft else {}
         image = lowered.image if rank == 0 else None
         if image is not None and raw.image is not None:
-            others["image"] = ImageEncoder(image, raw.image.computed, raw.image.grid)
+            others["image"] = ImageEncoder(image, raw.image.computed, raw.image.grid,
+                                           raw.image.bidirectional, raw.image.token_id,
+                                           lowered.image_device)
         chip, written = backend(target.kind).emit(graph, rank, directory, options, *encoder,
                                                   **others)
         forms = weight_forms([graph, *encoder, *draft])
@@ -232,6 +234,8 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
         files.extend(_inside(chip.path, written))
     tokenizer = _write_tokenizer(raw, directory, lowered.dims.vocab_size)
     files.extend(_tokenizer_files(directory))
+    if tokenizer.path is None:
+        options.progress(Note("the model has no tokenizer: it takes and returns token ids"))
     if raw.processor is not None:
         (directory / PROCESSOR).write_text(raw.processor.model_dump_json())
         files.append(file_entry(directory / PROCESSOR))
@@ -257,7 +261,7 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
         target=target,
         kv_cache_layout="paged" if target.spec.paged else "linear",
         ops=_used_ops([*lowered.graphs, *lowered.encoders, *chain(*lowered.drafts),
-                       *([] if lowered.image is None else [lowered.image])]),
+                       *(own for own in (lowered.image, lowered.image_device) if own)]),
         tokenizer=tokenizer,
         sampling=sampling, chips=tuple(chips),
         passes=tuple(PassReport(name=report.name, matches=report.matches,

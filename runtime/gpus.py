@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -15,6 +16,7 @@ from llmc.artifacts.manifest import Manifest
 from llmc.runtime.core.step import EngineLimits, Step, StepOutput
 from llmc.runtime.devices import Placement
 from llmc.runtime.engines.cuda import CudaEngine
+from llmc.runtime.engines.cuda_image_encoder import load_image_encoder
 from llmc.runtime.engines.remote import RemoteEngine, load_engine
 from llmc.runtime.replica import EngineConfig
 
@@ -27,7 +29,8 @@ class GpuReplica:
     """An `Engine` of one or several GPUs.
 
     The first rank is in this process, each other in a separate one. All run the same steps and
-    sample the same tokens. If one fails, all are ended.
+    sample the same tokens. If one fails, all are ended. An image encoder runs in this process and
+    on the first GPU, before the step that reads its rows is submitted.
 
     Raises:
         LlmcError: see `CudaEngine`.
@@ -44,6 +47,9 @@ class GpuReplica:
             max_lora_rank=config.max_lora_rank)
         self._ranks: list[_Rank] = []
         self._first: CudaEngine
+        self._images = None if manifest.image is None else \
+            load_image_encoder(manifest, case_dir, len(os.sched_getaffinity(0)),
+                               placements[0].device)
         size = manifest.tp_size
         others: dict[int, RemoteEngine] = {}
 
@@ -75,6 +81,8 @@ class GpuReplica:
 
     def submit(self, step: Step) -> int:
         """See `Engine`."""
+        if self._images is not None:
+            step = self._images.fill(step).without_images()
         try:
             for rank in self._others:
                 rank.submit(step)
@@ -104,6 +112,7 @@ class GpuReplica:
 
     def close(self) -> None:
         """See `Engine`."""
+        self._images = None  # frees its memory
         for rank in reversed(self._ranks):
             rank.close()
 

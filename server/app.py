@@ -7,7 +7,7 @@ import base64
 import hashlib
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -109,6 +109,7 @@ _Result = TypeVar("_Result")
 _Kind = TypeVar("_Kind", bound=Body)
 _Generating = TypeVar("_Generating", bound=Generation)
 _Pooling = TypeVar("_Pooling", bound=PoolingBody)
+_Begin = Callable[[ExitStack], Awaitable[Response | AsyncGenerator[bytes, None]]]
 
 
 class _Events(StreamingResponse):
@@ -404,56 +405,43 @@ class Api:
         model.check_generates()
         self._limits.check_priority(body.priority)
         key = _api_key(request)
-        deadline = asyncio.get_running_loop().time() + self._limits.request_timeout
-        with ExitStack() as stack:
-            stack.enter_context(self._gates[model.name].entered(body.num_sequences, key))
-            stack.enter_context(model.working())
-            try:
-                async with asyncio.timeout_at(deadline):
-                    # The client may disconnect while images are fetched.
-                    job = replace(await _unless_disconnected(request, read(model, body)),
-                                  adapter=model.adapter_of(body.model))
-                    if model.media is not None:
-                        stack.enter_context(model.media.holding(
-                            [own for own in job.with_rows if isinstance(own, MediaPrompt)]))
-                    _check_length(model, job, param)
-                    answer = answered(model, body, job)
-                    stack.callback(lambda: note(
-                        request.scope, prompt_tokens=job.prompt_tokens,
-                        cached_tokens=answer.cached_tokens,
-                        completion_tokens=answer.completion_tokens))
-                    pieces = self._metrics.measured(model.name, job, model.pieces(
-                        job, key, self._limits.cache_salt(key, body.cache_salt)))
-                    if not body.stream:
-                        return Response(await _unless_disconnected(request, answer.json(pieces)),
-                                        media_type="application/json")
-                    events = answer.stream(pieces)
-                    # Most errors of a request occur before its first token, when the status can
-                    # still be set.
-                    first = await _unless_disconnected(request, anext(events))
-            except TimeoutError:
-                raise ApiError(self._timeout_message(), 408, code="timeout") from None
-            return _Events(first, events, deadline, partial(self._error_event, model),
-                           stack.pop_all().close)
-        raise AssertionError  # unreachable, but mypy cannot know
+
+        async def begin(stack: ExitStack) -> Response | AsyncGenerator[bytes, None]:
+            # The client may disconnect while images are fetched.
+            job = replace(await _unless_disconnected(request, read(model, body)),
+                          adapter=model.adapter_of(body.model))
+            if model.media is not None:
+                stack.enter_context(model.media.holding(
+                    [own for own in job.with_rows if isinstance(own, MediaPrompt)]))
+            _check_length(model, job, param)
+            answer = answered(model, body, job)
+            stack.callback(lambda: note(
+                request.scope, prompt_tokens=job.prompt_tokens,
+                cached_tokens=answer.cached_tokens, completion_tokens=answer.completion_tokens))
+            pieces = self._metrics.measured(model.name, job, model.pieces(
+                job, key, self._limits.cache_salt(key, body.cache_salt)))
+            if body.stream:
+                return answer.stream(pieces)
+            return Response(await _unless_disconnected(request, answer.json(pieces)),
+                            media_type="application/json")
+
+        return await self._admit(request, model, body.num_sequences, begin)
 
     async def _pool(self, request: Request, kind: type[_Pooling]) -> Response:
         """Answer a request to an embedding model or classifier."""
         model, body = await self._read(request, kind)
         self._limits.check_priority(body.priority)
         key, started = _api_key(request), time.monotonic()
-        try:
-            with self._gates[model.name].entered(body.num_sequences, key), model.working():
-                async with asyncio.timeout(self._limits.request_timeout):
-                    inputs = await read_inputs(model, body)
-                    lengths = [len(own.token_ids) for own in inputs]
-                    note(request.scope, prompt_tokens=sum(lengths))
-                    content = await _unless_disconnected(
-                        request, pooled_answer(model, body, inputs, key))
-        except TimeoutError:
-            raise ApiError(self._timeout_message(), 408, code="timeout") from None
-        self._metrics.pooled(model.name, lengths, time.monotonic() - started)
-        return Response(content, media_type="application/json")
+
+        async def begin(stack: ExitStack) -> Response:
+            inputs = await read_inputs(model, body)
+            lengths = [len(own.token_ids) for own in inputs]
+            note(request.scope, prompt_tokens=sum(lengths))
+            content = await _unless_disconnected(request, pooled_answer(model, body, inputs, key))
+            self._metrics.pooled(model.name, lengths, time.monotonic() - started)
+            return Response(content, media_type="application/json")
+
+        return await self._admit(request, model, body.num_sequences, begin)
 
     async def _speak(self, request: Request, kind: type[SpeechRequest]) -> Response:
         """Answer a request with speech."""
@@ -464,29 +452,53 @@ class Api:
             note(request.scope, ignored=body.ignored)
         model = self._model_of(request, body.model)
         key, started = _api_key(request), time.monotonic()
-        deadline = asyncio.get_running_loop().time() + self._limits.request_timeout
 
         def finished(result: Transcription) -> None:
             note(request.scope, prompt_tokens=result.prompt_tokens,
                  completion_tokens=result.completion_tokens)
             self._metrics.pooled(model.name, [result.prompt_tokens], time.monotonic() - started)
 
-        with ExitStack() as stack:
-            stack.enter_context(self._gates[model.name].entered(1, key))
-            stack.enter_context(model.working())
+        async def begin(stack: ExitStack) -> Response | AsyncGenerator[bytes, None]:
             chunks = transcribe(model, body, file, key)
+            if body.stream:
+                return speech_events(chunks, finished)
+            result = await _unless_disconnected(request, whole_speech(chunks))
+            finished(result)
+            return Response(speech_answer(body, result),
+                            media_type=MEDIA_TYPES[body.response_format])
+
+        return await self._admit(request, model, 1, begin)
+
+    async def _admit(self, request: Request, model: Model, num_sequences: int, begin: _Begin) -> \
+            Response:
+        """Answer a request to a model within the server's limits.
+
+        Args:
+            request: the request.
+            model: the model, which is not closed before the answer ends.
+            num_sequences: number of sequences, counted by the admission gate.
+            begin: returns the answer, or the events of a stream. Its argument is closed after the
+                last event.
+
+        Raises:
+            ApiError: there are too many requests, or it took too long before the first event.
+            ClientDisconnect: the client has disconnected.
+        """
+        deadline = asyncio.get_running_loop().time() + self._limits.request_timeout
+        with ExitStack() as stack:
+            stack.enter_context(self._gates[model.name].entered(num_sequences, _api_key(request)))
+            stack.enter_context(model.working())
             try:
                 async with asyncio.timeout_at(deadline):
-                    if not body.stream:
-                        result = await _unless_disconnected(request, whole_speech(chunks))
-                        finished(result)
-                        return Response(speech_answer(body, result),
-                                        media_type=MEDIA_TYPES[body.response_format])
-                    events = speech_events(chunks, finished)
-                    first = await _unless_disconnected(request, anext(events))
+                    begun = await begin(stack)
+                    if isinstance(begun, Response):
+                        return begun
+                    # Most errors of a request occur before its first token, when the status can
+                    # still be set.
+                    first = await _unless_disconnected(request, anext(begun))
             except TimeoutError:
                 raise ApiError(self._timeout_message(), 408, code="timeout") from None
-            return _Events(first, events, deadline, partial(self._error_event, model),
+            return _Events(first, begun, deadline, partial(self._error_event, model),
                            stack.pop_all().close)
         raise AssertionError  # unreachable, but mypy cannot know
 

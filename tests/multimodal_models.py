@@ -19,6 +19,8 @@ _MROPE = families.rope("default", mrope_section=[4, 2, 2])
 TEXTS = {
     "gemma3": {**families.FAMILIES["gemma3_text"], "num_hidden_layers": 3},
     "gemma4": families.OWN_ATTENTION["gemma4_text"],
+    "paligemma": {**families.UNPLANNED["gemma"], "model_type": "gemma"},
+    "paligemma2": {**families.FAMILIES["gemma2"], "model_type": "gemma2"},
     "mistral3": families.FAMILIES["mistral"],
     "mistral4": {**families.LATENT["deepseek_v3"], "model_type": "mistral4", **families.rope(
         "yarn", factor=4.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
@@ -36,7 +38,7 @@ TEXTS = {
     "idefics3": families.FAMILIES["llama"],
 }
 # Models whose language model is part of another class.
-WHOLES = {"mistral4": "mistral3"}
+WHOLES = {"mistral4": "mistral3", "paligemma2": "paligemma"}
 # Fields of the whole config. One row of four patches.
 _WHOLE = {"mm_tokens_per_image": 1, "scale_factor": 2}
 
@@ -115,4 +117,5 @@ def run_encoder(loaded, computed, arrays):
     feeds = {name: array for name, array in arrays.items() if name != "image_grid_thw"}
     for own in computed:
         feeds |= vision_inputs.compute(own, arrays["image_grid_thw"])
-    return loaded.run(None, feeds)
+    names = {own.name for own in loaded.get_inputs()}
+    return loaded.run(None, {name: array for name, array in feeds.items() if name in names})

@@ -57,6 +57,11 @@ FAMILIES = {
         {"boi_token": "<|image>", "eoi_token": "<image|>", "image_token": "<|image|>",
          "boa_token": "<|audio>", "eoa_token": "<audio|>", "audio_token": "<|audio|>"},
         ("<|video|>",), "<|image|>"),
+    "paligemma": Family(
+        "PaliGemmaProcessor", {"image_processor_type": "SiglipImageProcessor", "size": {
+            "height": 56, "width": 56}, "image_seq_length": 16, **HALF},
+        others=("<image>", *(f"<loc{i:0>4}>" for i in range(1024)),
+                *(f"<seg{i:0>3}>" for i in range(128))), row="<image>"),
     "pixtral": Family(
         "PixtralProcessor", {"image_processor_type": "PixtralImageProcessor", "size": {
             "longest_edge": 400}, "patch_size": {"height": 16, "width": 16}, **CLIP},

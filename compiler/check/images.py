@@ -5,49 +5,83 @@ The images are preprocessed by llmc for both models, so that differences are tho
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from llmc.artifacts.manifest import Manifest
-from llmc.compiler.check.execute import Values, run_chips
-from llmc.compiler.check.reference import load_reference, reference_rows, reference_values
+from llmc.artifacts.manifest import Bidirectional, Manifest
+from llmc.compiler.check.execute import PromptRows, Values
+from llmc.compiler.check.reference import Model, load_reference, reference_rows, reference_values
 from llmc.compiler.graph.names import HIDDEN_STATE
-from llmc.errors import LlmcError
-from llmc.runtime.core.llm import LLM
+from llmc.errors import LlmcError, reason_of
+from llmc.runtime.core.input_embeds import InputEmbeds
+from llmc.runtime.core.request import InputProcessor
+from llmc.runtime.engines.cuda_image_encoder import load_image_encoder
 from llmc.runtime.engines.image_encoder import ImageEncoder
+from llmc.runtime.multimodal.rotary_positions import positions_of_items
 from llmc.runtime.prompts import MediaPrompt
 
-_ROWS = "rows of image {}"
 _ENCODER_THREADS = 2
+# Inputs of some models: 1 at the tokens of images.
+_TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+
+# Runs a compiled model: the manifest, its directory, token ids, names of tensors, and rows.
+Run = Callable[[Manifest, Path, list[int], set[str], PromptRows], list[Values]]
 
 
-def compiled_values(manifest: Manifest, root: Path, prompt: MediaPrompt) -> list[Values]:
+def compiled_values(manifest: Manifest, root: Path, prompt: MediaPrompt, run: Run) -> list[Values]:
     """Run the compiled encoder, then all chips.
 
     Returns:
         For each chip its hidden states and logits; of the first also the rows of each image.
     """
-    encoder = ImageEncoder(manifest, root, _ENCODER_THREADS)
-    rows = [encoder.encode(own.item.arrays)[0] for own in prompt.ranges]
+    encoder = load_image_encoder(manifest, root, _ENCODER_THREADS, device=0) \
+        if manifest.target.spec.gpu else ImageEncoder(manifest, root, _ENCODER_THREADS)
+    encoded = [encoder.encode(own.item.arrays) for own in prompt.ranges]
+    embeds, *deep = np.concatenate(encoded, axis=1)
     embed_ids = np.full(len(prompt), -1, np.int32)
-    embed_ids[np.concatenate([own.positions for own in prompt.ranges])] = np.arange(
-        sum(map(len, rows)))
+    embed_ids[_positions(prompt)] = np.arange(len(embeds))
+    assert manifest.image is not None
+    grid, kind, token_id = (manifest.image.grid, manifest.image.bidirectional,
+                            manifest.image.token_id)
+    ids = np.array(prompt.token_ids)
+    if token_id is not None:
+        ids[_positions(prompt)] = token_id
+    ranges = InputEmbeds.of_items(prompt.ranges, None).seen_together(kind, prompt.token_ids)
+    rows = PromptRows(
+        embeds, embed_ids, np.array(deep, np.float32).reshape(len(deep), *embeds.shape),
+        None if grid is None else positions_of_items(
+            len(prompt), prompt.ranges, grid.merge_size).of_prompt,
+        None if kind is None else ranges.ranges_within(0, len(prompt)))
     layers = [HIDDEN_STATE.format(index) for index in range(manifest.dims.num_layers)]
-    chips = run_chips(manifest, root, prompt.token_ids, {*layers, "logits"}, np.concatenate(rows),
-                      embed_ids.tolist())
-    chips[0] = {**{_ROWS.format(index): own for index, own in enumerate(rows)}, **chips[0]}
+    chips = run(manifest, root, ids.tolist(), {*layers, "logits"}, rows)
+    chips[0] = {**{name: own for index, each in enumerate(encoded)
+                   for name, own in _named(index, each).items()}, **chips[0]}
     return chips
 
 
-def original_values(reference: str | Path, prompt: MediaPrompt, dtype: str = "float32",
-                    kv_dtype: str = "") -> Values:
-    """Compute the same tensors with transformers."""
+def original_values(reference: str | Path, prompt: MediaPrompt, kind: Bidirectional | None,
+                    dtype: str = "float32", kv_dtype: str = "") -> Values:
+    """Compute the same tensors with transformers.
+
+    Args:
+        kind: tokens that see each other.
+
+    Raises:
+        LlmcError: transformers cannot load the model, or run the prompt.
+    """
     model = load_reference(reference, dtype, takes_images=True)
     items = [own.item.arrays for own in prompt.ranges]
-    rows = {_ROWS.format(index): reference_rows(model, own) for index, own in enumerate(items)}
-    return rows | reference_values(model, prompt.token_ids, kv_dtype, _joined(items))
+    arrays = _joined(items) | _token_types(model, prompt, kind)
+    try:
+        rows = {name: own for index, each in enumerate(items)
+                for name, own in _named(index, reference_rows(model, each)).items()}
+        return rows | reference_values(model, prompt.token_ids, kv_dtype, arrays)
+    except (RuntimeError, ValueError) as error:
+        raise LlmcError(f"transformers cannot run the prompt with images ({reason_of(error)}); "
+                        f"give a prompt with text between the images") from error
 
 
 def read_prompt(manifest: Manifest, root: Path, text: str | None, images: Sequence[Path]) -> \
@@ -55,7 +89,7 @@ def read_prompt(manifest: Manifest, root: Path, text: str | None, images: Sequen
     """Preprocess images, and put them in place of their placeholders.
 
     Args:
-        text: None: the placeholders alone.
+        text: None: the placeholders alone, in lines.
 
     Raises:
         LlmcError: the model takes no images, one is invalid, or the placeholders do not match.
@@ -63,16 +97,37 @@ def read_prompt(manifest: Manifest, root: Path, text: str | None, images: Sequen
     if manifest.image is None:
         raise LlmcError(f"--image is given, but '{manifest.source.architecture}' was compiled "
                         f"without an image encoder; leave it out")
-    for found, what in ((manifest.quantization, "quantized weights"),
-                        (manifest.image.grid, "positions by axis"),
-                        (manifest.num_deep_embeds, "rows of deep layers")):
-        if not found:
-            continue
-        raise LlmcError(f"--image is not supported for a model with {what}; leave it out")
-    with LLM(root, verify=False, max_batch_size=1) as llm:
-        assert llm.processor is not None
-        placeholder = llm.processor.placeholders["image"]
-        return llm.media_prompt(placeholder * len(images) if text is None else text, images=images)
+    if manifest.image.bidirectional and manifest.target.kind != "cpu":
+        raise LlmcError(f"--image is not supported by target '{manifest.target.kind}' for a model "
+                        f"whose tokens of an image see each other; compare target cpu")
+    if manifest.quantization:
+        raise LlmcError("--image is not supported for a model with quantized weights; leave it out")
+    reader = InputProcessor(manifest, root, 1)
+    placeholder = reader.require_processor().placeholders["image"]
+    return reader.media_prompt("\n".join([placeholder] * len(images)) if text is None else text,
+                               images, (), add_special_tokens=True)
+
+
+def _positions(prompt: MediaPrompt) -> np.ndarray:
+    """Positions of the rows of all images."""
+    return np.concatenate([own.positions for own in prompt.ranges])
+
+
+def _named(index: int, rows: Iterable[np.ndarray]) -> Values:
+    """Rows of an image, and those of deep layers, by name."""
+    return {f"rows of image {index}" + (f", deep layer {layer - 1}" if layer else ""): own
+            for layer, own in enumerate(rows)}
+
+
+def _token_types(model: Model, prompt: MediaPrompt, kind: Bidirectional | None) -> Values:
+    """The token types that the model reads, int64 [1, num_tokens]: 1 for images.
+
+    Of a prompt whose tokens all see each other, they are 0.
+    """
+    types = np.zeros((1, len(prompt)), np.int64)
+    types[0, _positions(prompt)] = kind != "prompt"
+    return {name: types for name in _TOKEN_TYPES
+            if name in inspect.signature(model.forward).parameters}
 
 
 def _joined(items: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -34,6 +34,7 @@ from llmc.compiler.frontend.convolutions import feature_rows, reads_features
 from llmc.compiler.frontend.deep_embeds import mark_deep_embeds
 from llmc.compiler.frontend.features import check_features
 from llmc.compiler.frontend.image_export import check_language_model, export_image
+from llmc.compiler.frontend.image_masks import ImageMasks
 from llmc.compiler.frontend.mtp import export_mtp
 from llmc.compiler.frontend.parts import (
     ATTENTION,
@@ -58,6 +59,8 @@ from llmc.compiler.frontend.repeat import (
 )
 from llmc.compiler.frontend.trace import DoesNotRun, alone, remove_mark, to_graph, trace
 from llmc.compiler.graph.elementary import sinusoidal_positions
+from llmc.compiler.graph.rewrite import is_op
+from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 from llmc.runtime.multimodal.processor import ProcessorDescription
@@ -116,8 +119,9 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
     names: dict[int, str] = {}  # of weights by identity, shared between the parts
     parts = (DECODER, ENCODER) if config.is_encoder_decoder else (CAUSAL_LM,)
     with alone():
-        if images is not None:
-            check_language_model(config, images)
+        masks = ImageMasks() if images is None else check_language_model(config, images)
+        if masks.kind and getattr(text_config(config), "use_bidirectional_attention", None) is True:
+            text_config(config).use_bidirectional_attention = False  # the ranges say it
         notes += _ignored_inputs(config, images is not None)
         complete, all_tensors = copy.deepcopy(config), tensors
         model = _empty_model(config, parts[0], trust_remote_code)
@@ -144,7 +148,8 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
             remove_mark(graphs[0])
         image = None
         if images is not None:
-            image = export_image(complete, all_tensors, origin, images, names, grid)
+            image = export_image(complete, all_tensors, origin, images, names, grid, masks)
+            _mark_bidirectional(graphs[0], masks, origin)
             mark_deep_embeds(graphs[0], model, image)
 
         draft = export_mtp(config, completed, origin, graphs[0], names, trust_remote_code) \
@@ -159,6 +164,22 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
         features = feature_rows(model) if len(graphs) > 1 and reads_features(model) else None
     return Exported(graphs[0], notes, graphs[1] if len(graphs) > 1 else None, draft,
                     features=features, image=image)
+
+
+def _mark_bidirectional(graph: gs.Graph, masks: ImageMasks, origin: str) -> None:
+    """Set `Sdpa.bidirectional` of each layer.
+
+    Raises:
+        LlmcError: a layer's attention is not an Sdpa node.
+    """
+    nodes = {int(node.attrs["layer"]): node for node in graph.nodes if is_op(node, SDPA)}
+    for layer, kind in enumerate(masks.by_layer):
+        if kind and layer not in nodes:
+            raise LlmcError(f"tokens of an image see each other in layer {layer} of '{origin}', "
+                            f"which bypasses transformers' attention interface; compile with "
+                            f"--language_model_only")
+        if kind:
+            nodes[layer].attrs["bidirectional"] = kind
 
 
 def _export_pooled(config: Any, tensors: Mapping[str, Weight], origin: str, linear: Set[str],

@@ -31,6 +31,7 @@ from llmc.compiler.frontend.exporter import export_onnx
 from llmc.compiler.frontend.parts import Part, build
 from llmc.compiler.frontend.reproducible import Reproducible
 from llmc.compiler.frontend.trace import root_cause, to_proto
+from llmc.compiler.options import LANGUAGE_MODEL_ONLY
 from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted
 
@@ -63,8 +64,23 @@ _FUNCTIONS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+@dataclass(frozen=True)
+class TracedImageEncoder:
+    """An exported image encoder.
+
+    Args:
+        proto: the graph; see `trace_image`.
+        computed: how its computed inputs are computed.
+        inputs: for each sample, the graph's inputs by name.
+    """
+
+    proto: onnx.ModelProto
+    computed: tuple[VisionInput, ...]
+    inputs: tuple[Arrays, ...]
+
+
 def trace_image(config: Any, samples: Sequence[Arrays], num_rows: Sequence[int] = ()) -> \
-        tuple[onnx.ModelProto, tuple[VisionInput, ...]]:
+        TracedImageEncoder:
     """Export the image encoder of a model from its config.
 
     Parameters are named as by `trace`. The graph's inputs are the arrays of a sample, without the
@@ -76,9 +92,6 @@ def trace_image(config: Any, samples: Sequence[Arrays], num_rows: Sequence[int] 
         samples: what the model's processor gives for an image, for several sizes. Axes that differ
             are dynamic.
         num_rows: rows that the prompt takes for each sample, to compare; empty: not known.
-
-    Returns:
-        The graph, and how its computed inputs are computed.
 
     Raises:
         LlmcError: the encoder cannot be exported.
@@ -139,7 +152,7 @@ def _record(model: Any, sample: Arrays) -> tuple[list[_Call], list[int]]:
 
 
 def _export(model: Any, samples: Sequence[Arrays], calls: Sequence[Sequence[_Call]],
-            num_results: int) -> tuple[onnx.ModelProto, tuple[VisionInput, ...]]:
+            num_results: int) -> TracedImageEncoder:
     names = [name for name in samples[0] if name not in UNREAD]
     if any(SIZES in sample and sample[SIZES].tolist() != [[*sample["pixel_values"].shape[-2:]]]
            for sample in samples):
@@ -178,7 +191,8 @@ def _export(model: Any, samples: Sequence[Arrays], calls: Sequence[Sequence[_Cal
         exported = export_onnx(encoder.eval(), examples, [tuple(shapes)], outputs)
     proto = to_proto(exported, None)
     _remove_added_biases(proto)
-    return proto, tuple(computed)
+    return TracedImageEncoder(proto, tuple(computed), tuple(
+        dict(zip(inputs, arrays, strict=True)) for arrays in zip(*inputs.values(), strict=True)))
 
 
 def _remove_added_biases(proto: onnx.ModelProto) -> None:
@@ -252,8 +266,8 @@ def _features(model: Any, arrays: Mapping[str, Any]) -> list[torch.Tensor]:
                         f"take")
     output = model.get_image_features(**arrays, return_dict=True)
     if getattr(output, "pooler_output", None) is None:
-        raise LlmcError("get_image_features gives no pooler_output, which has the rows of the "
-                        "prompt; compile the language model alone with --language_model_only")
+        raise LlmcError(f"get_image_features gives no pooler_output, which has the rows of the "
+                        f"prompt; {LANGUAGE_MODEL_ONLY}")
     deep = getattr(output, "deepstack_features", None) or ()
     return [_joined(each) for each in (output.pooler_output, *deep)]
 

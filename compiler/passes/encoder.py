@@ -63,9 +63,9 @@ def name_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Report)
 def name_image_weights(graphs: Sequence[gs.Graph], image: gs.Graph) -> None:
     """Rename weights of the image encoder that have the name of another weight of the chip."""
     known = {name for graph in graphs for name in _weights(graph)}
-    for name, tensor in _weights(image).items():
-        if name in known:
-            tensor.name = f"image.{name}"
+    for tensor in _weights(image).values():
+        while tensor.name in known:
+            tensor.name = f"image.{tensor.name}"
 
 
 def _weights(graph: gs.Graph) -> dict[str, gs.Constant]:

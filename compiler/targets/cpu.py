@@ -17,6 +17,7 @@ from llmc.artifacts.manifest import (
     CollectiveStep,
     FileEntry,
     GraphStep,
+    ImageEncoderProgram,
     Target,
 )
 from llmc.artifacts.onnx_graph import check_model
@@ -88,11 +89,24 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
     chip = describe_chip(graph, rank, steps, sum(place.length for place in places.values()),
                          program, *drafting)
     if image is not None:
-        image_steps, more = _write_steps(image.graph, places, directory, CPU.image_file, "image")
+        encoder_of_images, more = write_image(image, places, directory)
         files += more
-        chip = chip.model_copy(update={
-            "image": describe_image(image.graph, image_steps, image.computed, image.grid)})
+        chip = chip.model_copy(update={"image": encoder_of_images})
     return chip, [weights, *files]
+
+
+def write_image(image: ImageEncoder, places: dict[str, Placed], directory: Path) -> \
+        tuple[ImageEncoderProgram, list[FileEntry]]:
+    """Write an image encoder into a chip's directory and describe it.
+
+    Args:
+        image: the encoder, in float32.
+        places: positions in the chip's weight file, by weight.
+        directory: of the chip.
+    """
+    steps, files = _write_steps(image.graph, places, directory, CPU.image_file, "image")
+    return describe_image(image.graph, steps, image.computed, image.grid,
+                          image.bidirectional, image.token_id), files
 
 
 def _check_expert_scales(graph: gs.Graph) -> None:

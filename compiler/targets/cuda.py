@@ -6,7 +6,9 @@ per computed row of logits), so that one memory plan serves all limits of the en
 has a separate program, `encoder.json`. Its outputs are scattered, as soon as they are computed, to
 the encoder-output buffer (kind `memory`) that both programs name. A draft model has a separate
 program, too, `draft.json`, or one for each of its layers, `draft_1.json` and so on, and a separate
-arena: it reads the features that the model leaves in its arena.
+arena: it reads the features that the model leaves in its arena. An image encoder is a program,
+`image.json`, whose inputs `image.onnx` computes on the host; or if it cannot be divided so,
+`image.onnx` alone, as of target cpu.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.artifacts.manifest import (
+    DEEP_EMBEDS_PREFIX,
     DRAFT_TOKEN_IDS,
     EMBEDS,
     HIDDEN,
@@ -29,6 +32,7 @@ from llmc.artifacts.manifest import (
     FileEntry,
     GraphStep,
     Target,
+    TensorInfo,
 )
 from llmc.artifacts.program import (
     ELEMENTWISE,
@@ -63,15 +67,17 @@ from llmc.compiler.graph.rewrite import (
 )
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.options import CompileOptions
-from llmc.compiler.targets import Draft
+from llmc.compiler.targets import Draft, ImageEncoder, cpu
 from llmc.compiler.targets.typed_onnx import typed_onnx
 from llmc.errors import LlmcError
+from llmc.plugins.add_embeds.op import OP as ADD_EMBEDS
 from llmc.plugins.input_embeds.op import OP as INPUT_EMBEDS
 from llmc.targets import CUDA
 
 # Program of the engine, and graph for ONNX Runtime.
 _FILES = {"model": (CUDA.engine_file, "graph.onnx"), "encoder": (CUDA.encoder_file, "encoder.onnx"),
           "draft": (CUDA.draft_file, "draft.onnx")}
+_IMAGE_PROGRAM = "image.json"
 _ALIGNMENT = 16
 _RESULTS = ("logits", POOLED)
 _FEW_ROWS = ("num_logits", "batch")  # rows of values in the arena of logits
@@ -85,8 +91,8 @@ def describe(options: CompileOptions) -> Target:
 
 
 def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
-         encoder: gs.Graph | None = None, *, draft: Draft | None = None) -> \
-        tuple[Chip, list[FileEntry]]:
+         encoder: gs.Graph | None = None, *, draft: Draft | None = None,
+         image: ImageEncoder | None = None) -> tuple[Chip, list[FileEntry]]:
     """Write `chip<rank>/` and describe it.
 
     Raises:
@@ -100,7 +106,9 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
               **{draft_part(index): each for index, each in enumerate(drafts)}}
     table = {} if draft is None or draft.token_ids is None else \
         {DRAFT_TOKEN_IDS: Weight.of(draft.token_ids)}
-    places, weights = write_weights([*graphs.values()], directory / WEIGHTS_NAME, table)
+    places, weights = write_weights(
+        [*graphs.values(), *([] if image is None else image.graphs)], directory / WEIGHTS_NAME,
+        table)
     files = [weights]
     steps: dict[str, tuple[GraphStep, ...]] = {}
     for part, own in graphs.items():
@@ -116,11 +124,30 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
         graph, rank, steps["model"], weight_bytes,
         None if encoder is None else describe_encoder(encoder, steps["encoder"]),
         *(describe_draft(each, steps[draft_part(index)]) for index, each in enumerate(drafts)))
+    if image is not None:
+        program, more = cpu.write_image(image, places, directory)
+        files += more
+        if image.device is not None:
+            written = directory / _IMAGE_PROGRAM
+            text = program_of(image.device, dtype, of_image=True).model_dump_json(
+                indent=1, exclude_defaults=True) + "\n"
+            written.write_text(text, encoding="utf-8")
+            files.append(file_entry(written))
+            program = program.model_copy(update={
+                "steps": (*program.steps, graph_step(f"{name}/{written.name}", image.device)),
+                "outputs": tuple(TensorInfo(name=own.name, dtype="float32", shape=(
+                    "num_embeds", own.shape[-1])) for own in image.device.outputs)})
+        chip = chip.model_copy(update={"image": program})
     return chip, files
 
 
-def program_of(graph: gs.Graph, dtype: str) -> Program:
+def program_of(graph: gs.Graph, dtype: str, of_image: bool = False) -> Program:
     """Convert a graph to a program: tensors with offsets, and ops in order.
+
+    Args:
+        graph: the graph.
+        dtype: of values.
+        of_image: whether it is an image encoder's, whose outputs the host reads.
 
     Raises:
         LlmcError: see `emit`.
@@ -133,7 +160,8 @@ def program_of(graph: gs.Graph, dtype: str) -> Program:
     # Caches are updated in place: a layer's present cache is the past cache.
     in_place = {id(present): past for node in graph.nodes for past, present in caches(node)}
     outputs = [tensor for tensor in graph.outputs if id(tensor) not in kept]
-    memory = outputs if all(t.name not in _RESULTS for t in outputs) else []  # encoder outputs
+    # Encoder outputs.
+    memory = outputs if not of_image and all(t.name not in _RESULTS for t in outputs) else []
     given = [tensor for tensor in graph.inputs if tensor.name == HIDDEN]  # by the engine, a value
     numbers: dict[int, int] = {}
     tensors: list[ProgramTensor] = []
@@ -182,7 +210,8 @@ def program_of(graph: gs.Graph, dtype: str) -> Program:
                     logits=next((named[name] for name in _RESULTS if name in named), -1),
                     features=-1 if of_draft else named.get(HIDDEN, -1),
                     hidden=named.get(HIDDEN, -1) if of_draft else -1,
-                    hidden_out=named.get(HIDDEN_OUT, -1))
+                    hidden_out=named.get(HIDDEN_OUT, -1),
+                    outputs=tuple(map(number, outputs)) if of_image else ())
 
 
 def _columns(graph: gs.Graph, dtypes: Mapping[int, str]) -> dict[int, tuple[gs.Tensor, int]]:
@@ -251,7 +280,8 @@ def _describe(tensor: gs.Tensor, kept: Literal["cache", "state"] | None, offsets
     if is_input and shape[0] == "num_memory_tokens":
         return _describe_memory(tensor, dtype)
     if is_input:
-        is_rows = tensor.name in (EMBEDS, INPUT_FEATURES)
+        is_rows = tensor.name in (EMBEDS, INPUT_FEATURES, "patches", "position_rows") or \
+            tensor.name.startswith(DEEP_EMBEDS_PREFIX)
         return ProgramTensor(name=tensor.name, kind="input", shape=shape,
                              dtype=_name(numpy_dtype(dtype) if is_rows else tensor.dtype))
     return ProgramTensor(name=tensor.name, kind="value", dtype=_name(numpy_dtype(dtype)),
@@ -285,7 +315,7 @@ def _plan(graph: gs.Graph, kept: Collection[int], memory: Sequence[gs.Tensor], d
         last_use[id(tensor)] = len(graph.nodes)
     for node in reversed(graph.nodes):
         # The engine may read the first input in place.
-        if _op(node) in ("Gather", INPUT_EMBEDS.name):
+        if _op(node) in ("Gather", INPUT_EMBEDS.name, ADD_EMBEDS.name):
             rows, selected = id(node.inputs[0]), id(node.outputs[0])
             last_use[rows] = max(last_use[rows], last_use[selected])
     values = [(step, tensor) for step, node in enumerate(graph.nodes) for tensor in node.outputs

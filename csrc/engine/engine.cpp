@@ -87,6 +87,7 @@ Engine::Engine(Program program, int device, const std::string& attention_backend
   if (!program_.nodes(Part::kDraft).empty()) make_drafter();
   if (program_.limits().prompt_lookup)
     lookup_ = std::make_unique<PromptLookup>(program_.limits(), memory_, stream_.handle);
+  if (!program_.outputs().empty()) watch(program_.outputs());
   synchronize();
 }
 
@@ -151,6 +152,10 @@ void Engine::place_tensors() {
   input(inputs_.embeds, kEmbeds);
   input(inputs_.features, kFeatures);
   input(inputs_.embed_ids, kEmbedIds);
+  input(inputs_.rotary_positions, kRotaryPositions);
+  input(inputs_.ranges, kBidirectionalRanges);
+  for (int i = 0; i < limits.num_deep_embeds; ++i)
+    input(inputs_.deep_embeds.emplace_back(), (kDeepEmbeds + std::to_string(i)).c_str());
 }
 
 // Finds the tensors of each layer's adapters among the nodes' inputs.
@@ -316,6 +321,8 @@ void Engine::enqueue(const Pass& pass, const Step& step) {
   context.split_kv_plan = split_kv_plan_.get();
   context.adapters = step.adapters;
   context.embeds = step.embeds;
+  context.deep_embeds = step.deep_embeds;
+  context.ranges = step.ranges;
   if (lora_plan_ != nullptr) lora_plan_->begin_step();
   context.lora_plan = lora_plan_.get();
   context.watcher = watcher_;
@@ -456,6 +463,38 @@ void Engine::encode(const EncoderInputs& inputs) {
   enqueue(encoder_, step);
 }
 
+void Engine::encode_image(const std::vector<HostArray<uint8_t>>& arrays, int num_tokens,
+                          int num_rows, int batch) {
+  if (program_.outputs().empty()) throw Error("the program is not that of an image encoder");
+  check_size("the inputs of an image encoder", static_cast<int64_t>(arrays.size()),
+             static_cast<int64_t>(program_.arrays().size()));
+  const Limits& limits = program_.limits();
+  if (num_tokens < 1 || num_tokens > limits.max_tokens || num_rows < 1 ||
+      num_rows > limits.max_logits || batch < 1 || batch > limits.max_batch)
+    throw Error("an image of " + std::to_string(num_tokens) + " patches, " +
+                std::to_string(num_rows) + " rows and " + std::to_string(batch) +
+                " segments exceeds the engine's limits of " + std::to_string(limits.max_tokens) +
+                ", " + std::to_string(limits.max_logits) + " and " +
+                std::to_string(limits.max_batch));
+  Step step{num_tokens, num_rows, batch};
+  step.longest = step.reach = num_tokens;
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    const int number = program_.arrays()[i];
+    const Declared& array = program_.tensor(number);
+    const Tensor resolved = resolve(number, step);
+    check_size(array.name.c_str(), arrays[i].size, resolved.size() * width(resolved.dtype));
+    if (array.dtype == DType::kInt32)
+      check_segments({reinterpret_cast<const int32_t*>(arrays[i].data), batch + 1}, num_tokens);
+    if (array.dtype == DType::kInt64)
+      check_merged_rows({reinterpret_cast<const int64_t*>(arrays[i].data), num_rows}, num_tokens);
+  }
+  use_device();
+  for (size_t i = 0; i < arrays.size(); ++i)
+    upload(places_[program_.arrays()[i]], arrays[i].data, arrays[i].size, stream_.handle);
+  enqueue(model_, step);
+  synchronize();
+}
+
 Engine::Ticket& Engine::next_ticket() {
   Ticket& ticket = tickets_[submitted_ % kMaxInFlight];
   if (ticket.number.load() >= 0)
@@ -500,6 +539,8 @@ Engine::Sent Engine::pack(StagingBuffer& into, const StepInputs& inputs, const P
   sent.unread = into.add(inputs.unread.data, inputs.unread.size);
   sent.adapters = inputs.lora_ids.size > 0;
   sent.lora_ids = into.add(inputs.lora_ids.data, inputs.lora_ids.size);
+  sent.has_axes = inputs.rotary_positions.size > 0;
+  sent.rotary_positions = into.add(inputs.rotary_positions.data, inputs.rotary_positions.size);
   sent.prefix_owner = prefix.owner;
   sent.prefix_length = prefix.length;
   if (inputs_.block_table == nullptr) return sent;
@@ -536,6 +577,22 @@ const char* Engine::send(const StagingBuffer& sent) {
   check(kernels::transfer(received_->data, sent.data(), sent.bytes(), stream_.handle),
         "copying step inputs");
   return static_cast<const char*>(received_->data);
+}
+
+// Copies the rows in place of token embeddings, and those of deep layers, to the model's inputs.
+void Engine::take_embeds(const StepInputs& inputs, const int32_t* ids, const float* embeds,
+                         const float* deep_embeds) {
+  check(kernels::transfer(inputs_.embed_ids, ids, inputs.embed_ids.bytes(), stream_.handle),
+        "copying rows of embeddings");
+  const int64_t count = inputs.embeds.size;
+  if (count == 0) return;
+  check(kernels::round_to(program_.dtype(), inputs_.embeds, embeds, count, stream_.handle),
+        "copying embeddings");
+  for (size_t i = 0; i < inputs_.deep_embeds.size() && inputs.deep_embeds.size > 0; ++i)
+    if (inputs_.deep_embeds[i] != nullptr)
+      check(kernels::round_to(program_.dtype(), inputs_.deep_embeds[i],
+                              deep_embeds + static_cast<int64_t>(i) * count, count, stream_.handle),
+            "copying rows of deep layers");
 }
 
 void Engine::prepare(const char* received, const Sent& sent) {
@@ -582,6 +639,8 @@ void Engine::prepare(const char* received, const Sent& sent) {
   p.lora_ids = inputs_.lora_ids;
   p.lora_logits_ids = inputs_.lora_logits_ids;
   if (sent.adapters) p.host_lora_ids = at<int32_t>(received, sent.lora_ids);
+  p.rotary_positions = inputs_.rotary_positions;
+  if (sent.has_axes) p.host_rotary = at<int32_t>(received, sent.rotary_positions);
   p.num_tokens = sent.num_tokens;
   p.batch = sent.batch;
   p.num_sequences = sent.num_sequences;
@@ -667,7 +726,10 @@ int64_t Engine::submit(const StepInputs& inputs) {
     if (inputs_.token_type_ids != nullptr) token_types.resize(step.num_tokens);
     const int64_t types = packed.add(token_types);
     const int64_t embeds = packed.add(inputs.embeds.data, inputs.embeds.size);
+    const int64_t deep_embeds = packed.add(inputs.deep_embeds.data, inputs.deep_embeds.size);
     const int64_t embed_ids = packed.add(inputs.embed_ids.data, inputs.embed_ids.size);
+    const int64_t ranges =
+        packed.add(inputs.bidirectional_ranges.data, inputs.bidirectional_ranges.size);
     const int64_t scores[] = {packed.add(scored),
                               packed.add(inputs.scored_targets.data, inputs.scored_targets.size),
                               packed.add(inputs.scored_counts.data, inputs.scored_counts.size)};
@@ -698,18 +760,17 @@ int64_t Engine::submit(const StepInputs& inputs) {
       check(kernels::transfer(inputs_.token_type_ids, received + types, 8ll * step.num_tokens,
                               stream_.handle),
             "copying token types");
-    if (step.embeds) {
-      check(kernels::transfer(inputs_.embed_ids, received + embed_ids, inputs.embed_ids.bytes(),
-                              stream_.handle),
-            "copying rows of embeddings");
-      if (inputs.embeds.size > 0)
-        check(kernels::round_to(program_.dtype(), inputs_.embeds, at<float>(received, embeds),
-                                inputs.embeds.size, stream_.handle),
-              "copying embeddings");
-    }
+    if (step.embeds)
+      take_embeds(inputs, at<int32_t>(received, embed_ids), at<float>(received, embeds),
+                  at<float>(received, deep_embeds));
+    if (step.ranges)
+      check(kernels::transfer(inputs_.ranges, received + ranges,
+                              inputs.bidirectional_ranges.bytes(), stream_.handle),
+            "copying bidirectional ranges");
     run(model_, step);
     if (adapters) check(cudaEventRecord(adapters_used_.handle, stream_.handle), "an event");
-    step.adapters = step.embeds = false;  // a draft model takes none
+    step.adapters = step.embeds = step.deep_embeds = step.ranges =
+        false;  // a draft model takes none
     ticket.results = {};
     if (program_.pools()) {
       if (inputs.sample.size > 0) pool(ticket, step);

@@ -204,6 +204,9 @@ class _Loaded:
         self._encoder_cache_bytes = int(_positive("encoder_cache_gb", encoder_cache_gb) * 1e9)
         self._adapters = _read_adapters(self.manifest, self.case_dir, adapters, max_lora_rank,
                                         verify)
+        image = self.manifest.image
+        whole_prompts = max_num_batched_tokens is None and image is not None \
+            and image.bidirectional == "prompt"
         if max_num_batched_tokens is None:
             max_num_batched_tokens = _MAX_TOKENS_CUDA if self.manifest.target.kind == "cuda" \
                 else _MAX_TOKENS
@@ -211,6 +214,9 @@ class _Loaded:
         if max_batch_size is None:
             default = _MAX_BATCH_SIZE if self.manifest.chips[0].kept else _MAX_TEXTS
             max_batch_size = min(default, limit or default)
+        if whole_prompts:  # a prompt with images is in one step, beside others' tokens
+            max_num_batched_tokens = max(max_num_batched_tokens,
+                                         self.manifest.dims.max_seq_len + max_batch_size)
         if limit is not None and max_batch_size > limit:
             raise LlmcError(f"max_batch_size {max_batch_size} exceeds {limit}, for which the model "
                             f"was compiled; lower it, or compile with a larger --max_batch_size")

@@ -191,7 +191,7 @@ class Loop:
         """
         for request in call.requests:
             problem = self._scheduler.problem(len(request.prompt), request.limit,
-                                              request.params.beam_width)
+                                              request.params.beam_width, request.embeds)
             if problem:
                 raise LlmcError(problem)
 

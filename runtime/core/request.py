@@ -17,7 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from llmc.artifacts.manifest import MANIFEST_NAME, PROCESSOR, Manifest
-from llmc.artifacts.vision_input import GRID, UNREAD
+from llmc.artifacts.vision_input import UNREAD
 from llmc.errors import LlmcError, shown
 from llmc.runtime.chat_template import ChatTemplate
 from llmc.runtime.core.adapters import Adapter
@@ -28,11 +28,7 @@ from llmc.runtime.core.step import EncoderInput, SamplingState
 from llmc.runtime.message_forms import ContentFormat
 from llmc.runtime.multimodal.items import PLURALS, MediaItem
 from llmc.runtime.multimodal.messages import MediaSource, has_media, load_source, split_media
-from llmc.runtime.multimodal.rotary_positions import (
-    ImagePlace,
-    RotaryPositions,
-    rotary_positions,
-)
+from llmc.runtime.multimodal.rotary_positions import RotaryPositions, positions_of_items
 from llmc.runtime.prompts import (
     ROW,
     EmbedsPrompt,
@@ -539,16 +535,22 @@ class InputProcessor:
             raise LlmcError("prompt_logprobs is given for a prompt with images, whose rows are no "
                             "tokens; leave it out")
         self.check_tokens(prompt.token_ids)
-        ids = array("i", prompt.token_ids)
-        return ids, ids, InputEmbeds.of_items(prompt.ranges, self._rotary(prompt))
+        assert self.manifest.image is not None
+        image, ids = self.manifest.image, array("i", prompt.token_ids)
+        embeds = InputEmbeds.of_items(prompt.ranges, self._rotary(prompt)) \
+            .seen_together(image.bidirectional, ids)
+        if image.token_id is None:
+            return ids, ids, embeds
+        read = ids[:]
+        for position in embeds.positions.tolist():
+            read[position] = image.token_id
+        return read, ids, embeds
 
     def _rotary(self, prompt: MediaPrompt) -> RotaryPositions | None:
         """Positions by axis of a prompt with images; None if the model has none."""
         grid = self.manifest.image.grid if self.manifest.image else None
-        return None if grid is None else rotary_positions(
-            len(prompt.token_ids),
-            [ImagePlace.of(own.positions, own.item.arrays[GRID], grid.merge_size)
-             for own in prompt.ranges])
+        return None if grid is None else positions_of_items(len(prompt), prompt.ranges,
+                                                            grid.merge_size)
 
     def _check_item(self, item: MediaItem) -> None:
         """Check that the image encoder takes what the processor gave.
@@ -678,7 +680,8 @@ class InputProcessor:
         """Put items in place of their placeholders in a prompt."""
         processor = self.require_processor()
         if isinstance(prompt, str):
-            ids = self.tokenize(processor.expand_text(prompt, items), add_special_tokens)
+            ids = self.tokenize(processor.expand_text(prompt, items),
+                                add_special_tokens and processor.adds_special_tokens)
         else:
             ids = processor.expand_ids(read_token_ids(prompt, "the prompt"), items,
                                        lambda text: self.tokenize(text, add_special_tokens=False))

@@ -9,7 +9,7 @@ position p is row p % block_size of block `block_tables[b, p // block_size]`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Literal, Protocol
 
@@ -153,6 +153,9 @@ class Step:
             the same tokens; empty: all 0. The engine's image encoder computes them.
         rotary_positions: int32 [num_tokens, 3], positions by axis, of a model that reads them;
             empty: each token's are its position in the cache.
+        bidirectional_ranges: int32 [num_tokens, 2], first position and the one after the last of
+            the range of each token, such as an image, whose tokens see each other; [0, 0]: none. A
+            step has all tokens of a range that are not in the cache. Empty: no token has one.
         image_rows: int32 [n, 3], rows of encoded images: place, first row and number of rows.
         encode_images: what the image encoder reads, by place; before all else.
         free_images: places whose rows are no longer needed; before `encode_images`.
@@ -185,6 +188,7 @@ class Step:
     embed_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     deep_embeds: np.ndarray = field(default_factory=lambda: np.empty((0, 0, 0), np.float32))
     rotary_positions: np.ndarray = field(default_factory=lambda: np.empty((0, AXES), np.int32))
+    bidirectional_ranges: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int32))
     image_rows: np.ndarray = field(default_factory=lambda: np.empty((0, 3), np.int32))
     encode_images: Mapping[int, Mapping[str, np.ndarray]] = field(default_factory=dict)
     free_images: Sequence[int] = ()
@@ -215,6 +219,11 @@ class Step:
             unread=counts(unread),
             adapters=np.array(adapters if any(slot >= 0 for slot in adapters) else [], np.int32),
             **others)  # type: ignore[arg-type]
+
+    def without_images(self) -> Step:
+        """The step after the image encoder, whose rows are in `embeds`."""
+        return replace(self, image_rows=np.empty((0, 3), np.int32), encode_images={},
+                       free_images=())
 
     @property
     def batch_size(self) -> int:

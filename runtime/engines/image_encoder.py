@@ -1,11 +1,12 @@
 """The image encoder on ONNX Runtime, and the cache of its rows.
 
-The host runs it on the cores of all ranks, before they run the step.
+The host runs it on the cores of all ranks, before they run the step. An encoder with a program for
+a device has two steps: the host computes the inputs of the program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 import onnxruntime as ort
 
 from llmc.artifacts.manifest import MANIFEST_NAME, GraphStep, Manifest
+from llmc.artifacts.program import ROW_ORDER
 from llmc.artifacts.vision_input import GRID, UNREAD
 from llmc.errors import LlmcError
 from llmc.runtime.core.step import Step
@@ -38,7 +40,7 @@ class ImageEncoder:
     def __init__(self, manifest: Manifest, case_dir: Path, threads: int) -> None:
         assert manifest.image is not None
         self._program = manifest.image
-        step, = self._program.steps
+        step = self._program.steps[0]
         assert isinstance(step, GraphStep)
         self._path = step.path
         self._session = cpu_sessions.load(case_dir, step, _options(threads))
@@ -69,10 +71,19 @@ class ImageEncoder:
         feeds = {name: array for name, array in arrays.items() if name not in UNREAD}
         for own in self._program.computed:
             feeds |= vision_inputs.compute(own, arrays[GRID])
+        return np.stack(self._run(feeds))
+
+    def _run(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """Return the rows of each output, float32 [num_rows, width]."""
+        computed = self._run_session(feeds)
+        return [computed[tensor.name] for tensor in self._program.outputs]
+
+    def _run_session(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the outputs of the graph by name."""
+        names = [tensor.name for tensor in self._session.get_outputs()]
         with cpu_sessions.translate_errors(f"ONNX Runtime failed in '{self._path}'",
                                            "give fewer or smaller images"):
-            return np.stack(self._session.run(
-                [tensor.name for tensor in self._program.outputs], feeds))
+            return dict(zip(names, self._session.run(names, feeds), strict=True))
 
     def _check(self) -> None:
         """Compare the graph with the manifest."""
@@ -80,10 +91,40 @@ class ImageEncoder:
         inputs = {tensor.name: (tensor.dtype, tensor.shape) for tensor in program.inputs}
         widths = {tensor.name: (tensor.dtype, tensor.width) for tensor in program.outputs}
         outputs = cpu_sessions.tensor_types(session.get_outputs())  # with a known number of rows
-        if cpu_sessions.tensor_types(session.get_inputs()) != inputs or widths != {
-                name: (dtype, shape[-1]) for name, (dtype, shape) in outputs.items()}:
+        step = program.steps[0]
+        assert isinstance(step, GraphStep)
+        fits = widths == {name: (dtype, shape[-1]) for name, (dtype, shape) in outputs.items()} \
+            if len(program.steps) == 1 else outputs.keys() == {*step.outputs}
+        if cpu_sessions.tensor_types(session.get_inputs()) != inputs or not fits:
             raise LlmcError(f"'{self._path}' has other inputs or outputs than {MANIFEST_NAME} "
                             f"lists; compile the model again")
+
+
+class DividedImageEncoder(ImageEncoder):
+    """Computes the inputs of a program by ONNX Runtime, and runs it on a device.
+
+    Args:
+        run: runs the program; inputs by name to its outputs, float32 [num_rows, width] each.
+    """
+
+    def __init__(self, manifest: Manifest, case_dir: Path, threads: int,
+                 run: Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]) -> None:
+        super().__init__(manifest, case_dir, threads)
+        self._run_program = run
+
+    def _run(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        computed = self._run_session(feeds)
+        order = computed.pop(ROW_ORDER, None)
+        rows = self._run_program(with_equal_segments(computed))
+        return rows if order is None else [own[order] for own in rows]
+
+
+def with_equal_segments(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Add empty segments, so that each cu_seqlens has as many."""
+    segments = {name: array for name, array in inputs.items() if name.startswith("cu_seqlens")}
+    most = max(map(len, segments.values()), default=0)
+    return {**inputs, **{name: np.pad(array, (0, most - len(array)), mode="edge")
+                         for name, array in segments.items()}}
 
 
 def _options(threads: int) -> ort.SessionOptions:

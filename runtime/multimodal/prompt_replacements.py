@@ -5,6 +5,7 @@
 | Qwen2VL, Qwen2_5_VL, Qwen3VL, Qwen2_5Omni, Qwen3OmniMoe | image_token | image_token |
 | Gemma3 | boi_token | image_token |
 | Gemma3n, Gemma4 | image_token, audio_token | the same |
+| PaliGemma | image_token | image_token; the text's BOS token comes after the images |
 | Pixtral, Llava, LlavaNext, LlavaOnevision | image_token | image_token |
 | InternVL | context_image_token | context_image_token |
 | Idefics3, SmolVLM | image_token | image_token |
@@ -22,6 +23,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from llmc.errors import LlmcError
 from llmc.runtime.multimodal.image_processors.anyres import AnyresImageProcessor, best_canvas
 from llmc.runtime.multimodal.image_processors.base import Arrays, Dims, Positive
 
@@ -35,6 +37,8 @@ class PromptReplacement(BaseModel):
 
     # Settings that transformers' processor gives its image processor with each call.
     image_settings: ClassVar[dict[str, Any]] = {}
+    # Whether the tokenizer adds its special tokens to a prompt.
+    adds_special_tokens: ClassVar[bool] = True
 
     @property
     def placeholder(self) -> str:
@@ -54,6 +58,10 @@ class PromptReplacement(BaseModel):
             processor: it, with its settings.
         """
         raise NotImplementedError
+
+    def complete(self, text: str) -> str:
+        """The text of a prompt with items, with what the model expects around them."""
+        return text
 
     def unused_inputs(self) -> tuple[str, ...]:
         """Names of arrays that only `text` needs."""
@@ -134,6 +142,24 @@ class Gemma4Replacement(ImageTokenReplacement):
         num_patches = int((arrays["image_position_ids"][..., 0] >= 0).sum())
         count = num_patches // processor.pooling_kernel_size ** 2
         return f"{self.boi_token}{self.image_token * count}{self.eoi_token}"
+
+
+class PaliGemmaReplacement(ImageTokenReplacement):
+    adds_special_tokens: ClassVar[bool] = False
+
+    processor_class: Literal["PaliGemmaProcessor"]
+    bos_token: str = "<bos>"
+
+    def complete(self, text: str) -> str:
+        images = text.rfind(self.image_token) + len(self.image_token)
+        return f"{text[:images]}{self.bos_token}{text[images:]}\n"
+
+    def text(self, arrays: Arrays, processor: Any) -> str:
+        count = getattr(processor, "image_seq_length", None)
+        if count is None:
+            raise LlmcError("preprocessor_config.json has no image_seq_length, the number of "
+                            "tokens of an image; add it")
+        return self.image_token * int(count)
 
 
 class PixtralReplacement(ImageTokenReplacement):
@@ -368,8 +394,9 @@ class Gemma4AudioReplacement(AudioTokenReplacement):
 
 AnyImageReplacement = Annotated[
     Qwen2VLReplacement | Gemma3Replacement | Gemma3nReplacement | Gemma4Replacement
-    | PixtralReplacement | LlavaReplacement | LlavaNextReplacement | LlavaOnevisionReplacement
-    | InternVLReplacement | Idefics3Replacement | Llama4Replacement | MllamaReplacement,
+    | PaliGemmaReplacement | PixtralReplacement | LlavaReplacement | LlavaNextReplacement
+    | LlavaOnevisionReplacement | InternVLReplacement | Idefics3Replacement | Llama4Replacement
+    | MllamaReplacement,
     Field(discriminator="processor_class")]
 AnyAudioReplacement = Annotated[
     Qwen2AudioReplacement | Qwen3OmniReplacement | Gemma3nAudioReplacement

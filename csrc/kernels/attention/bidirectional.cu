@@ -251,7 +251,8 @@ __global__ void __launch_bounds__(kPrepareWarps * 32) prepare_heads_kernel(Prepa
   pdl_wait();
   pdl_launch_dependents();
   const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, dim = p.head_dim;
-  const int position = row - p.cu_seqlens[sequence_of(p.cu_seqlens, p.batch, row)];
+  const int position =
+      p.rotary_by_row ? row : row - p.cu_seqlens[sequence_of(p.cu_seqlens, p.batch, row)];
   AttentionParams how{};  // what norm_and_rope reads
   how.cos = p.cos, how.sin = p.sin;
   how.head_dim = dim, how.rotary_dim = p.rotary_dim;
@@ -261,7 +262,7 @@ __global__ void __launch_bounds__(kPrepareWarps * 32) prepare_heads_kernel(Prepa
   auto copy = [&](void* to, const void* from, int64_t stride, int count, int h, const float* weight,
                   bool turn) {
     norm_and_rope<T, kMostHeadDim>(own, static_cast<const T*>(from) + row * stride + h * dim, how,
-                                   weight, position, turn);
+                                   weight, RotaryRow(how, row, position), turn);
     T* target = static_cast<T*>(to) + (static_cast<int64_t>(row) * count + h) * dim;
     for (int i = lane; i < dim; i += 32) target[i] = from_float<T>(own[i]);
     __syncwarp();

@@ -46,6 +46,8 @@ struct InputEmbedsParams {
   int num_tokens, hidden;
 };
 cudaError_t input_embeds(DType dtype, const InputEmbedsParams& params, cudaStream_t stream);
+// The same, but rows of `embeds` are added to those of x.
+cudaError_t add_embeds(DType dtype, const InputEmbedsParams& params, cudaStream_t stream);
 // Rounds `count` float32 numbers to T.
 cudaError_t round_to(DType dtype, void* y, const float* x, int64_t count, cudaStream_t stream);
 

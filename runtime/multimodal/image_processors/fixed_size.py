@@ -13,6 +13,7 @@ from llmc.runtime.multimodal.image_processors.base import (
     OPENAI_CLIP_STD,
     Arrays,
     ImageProcessor,
+    Positive,
     Size,
     center_crop,
     dims_of,
@@ -41,6 +42,7 @@ class FixedSizeImageProcessor(ImageProcessor):
 class SiglipImageProcessor(FixedSizeImageProcessor):
     image_processor_type: Literal["SiglipImageProcessor"]
     size: Size = Size(height=224, width=224)
+    image_seq_length: Positive | None = None  # tokens of an image, of PaliGemma
 
 
 class ViTImageProcessor(FixedSizeImageProcessor):
