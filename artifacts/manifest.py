@@ -113,6 +113,10 @@ def _is_absent(value: object) -> bool:
     return value is None
 
 
+def _is_false(value: object) -> bool:
+    return value is False
+
+
 def _is_empty(value: object) -> bool:
     """Whether to omit a tuple, so that manifests without it stay as they were."""
     return value == ()
@@ -343,6 +347,10 @@ class LoraLayer(_Frozen):
     With a `dtype`, adapters are in slots: the inputs are `<name>.lora_down` `[modules, max_loras,
     max_lora_rank, in_features]`, `<name>.lora_up` `[max_loras, out_features, max_lora_rank]` and
     `<name>.lora_ranks` `[max_loras]`.
+
+    If `scaled`, rows and columns of the compiled matrix are those of the modules times scales,
+    which the weight file has as `<name>.lora_row_scale` `[out_features]` and
+    `<name>.lora_column_scale` `[in_features]`, float32.
     """
 
     name: str
@@ -350,6 +358,7 @@ class LoraLayer(_Frozen):
     rows: Annotated[tuple[LayerRows, ...], Field(min_length=1)]
     columns: Annotated[tuple[LayerRows, ...], Field(min_length=1)]
     dtype: Annotated[DTypeName | None, Field(exclude_if=_is_absent)] = None
+    scaled: Annotated[bool, Field(exclude_if=_is_false)] = False
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -363,6 +372,11 @@ class LoraLayer(_Frozen):
     @property
     def out_features(self) -> int:
         return sum(len(run.index) for run in self.rows)
+
+    @property
+    def scales(self) -> tuple[str, str]:
+        """Names of the weights that have the scales of rows and of columns."""
+        return f"{self.name}.lora_row_scale", f"{self.name}.lora_column_scale"
 
     @property
     def inputs(self) -> dict[str, tuple[str, tuple[int | str, ...]]]:

@@ -149,7 +149,7 @@ def compare(llm: llmc.LLM, vocab: int, method: str, prompts: Sequence[Sequence[i
 
 def prepare(work: Path, name: str, quantize: str, draft: bool) -> Path:
     """Return the case directory; write the model and compile it if absent."""
-    case = work / f"{name}-{quantize}{'-draft' if draft else ''}"
+    case = work / f"{name}-{quantize or 'stored'}{'-draft' if draft else ''}"
     if case.is_dir():
         return case
     hf = work / name
@@ -182,7 +182,7 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path)
     parser.add_argument("--model", choices=MODELS, required=True)
-    parser.add_argument("--quantize", default="none")
+    parser.add_argument("--quantize", default="", help="as stored without it; none: dequantized")
     parser.add_argument("--draft", action="store_true")
     parser.add_argument("--compile_only", action="store_true")
     numbers = {"type": lambda text: [*map(float, text.split(",") if text else [])]}

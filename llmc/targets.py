@@ -187,7 +187,7 @@ TENSORRT = register(TargetSpec(
     name="tensorrt", compiler="llmc.compiler.targets.tensorrt",
     engine="llmc.runtime.engines.tensorrt:TensorRTEngine",
     engine_file="engine.plan", encoder_file="encoder.plan",
-    gpu=True, kernels=True, samples_on_device=True, paged=True,
+    gpu=True, kernels=True, samples_on_device=True, paged=True, pools=True,
     dtypes=_FLOATS, kv_dtypes=CUDA.kv_dtypes, weight_dtypes=CUDA.weight_dtypes,
     expert_dtypes=CUDA.expert_dtypes,
     group_multiple=CUDA.group_multiple,

@@ -25,6 +25,7 @@ from llmc.compiler.frontend.tokenizer_config import (
     write_chat_templates,
     write_special_tokens,
 )
+from llmc.compiler.options import LANGUAGE_MODEL_ONLY
 from llmc.compiler.quant.checkpoint import read_quantized
 from llmc.compiler.scratch import scratch_folder
 from llmc.errors import LlmcError, reason_of
@@ -119,17 +120,15 @@ def _describe_images(directory: Path, tokenizer: Path) -> ProcessorDescription:
     """
     if not (tokenizer / "tokenizer.json").is_file():
         raise LlmcError(f"'{directory}' has no tokenizer, which prompts with images are written "
-                        f"with; copy tokenizer.json from the model's repository, or compile the "
-                        f"language model alone with --language_model_only")
+                        f"with; copy tokenizer.json from the model's repository, or "
+                        f"{LANGUAGE_MODEL_ONLY}")
     try:
         description = describe_processor(directory, read_tokenizer(tokenizer))
     except LlmcError as error:
-        raise LlmcError(f"{error}; or compile the language model alone with "
-                        f"--language_model_only") from error
+        raise LlmcError(f"{error}; or {LANGUAGE_MODEL_ONLY}") from error
     if description.image is None:
         raise LlmcError(f"the processor files in '{directory}' name no image_processor; copy those "
-                        f"of the model's repository, or compile the language model alone with "
-                        f"--language_model_only")
+                        f"of the model's repository, or {LANGUAGE_MODEL_ONLY}")
     return description.model_copy(update={"audio": None})
 
 
