@@ -257,11 +257,11 @@ Bidirectional = Literal["images", "prompt"]
 class ImageEncoderProgram(_Frozen):
     """The image encoder, on chip 0 alone.
 
-    It runs once per image. Its inputs are the arrays of the processor for this image, without
-    `image_grid_thw`, and those that `computed` computes from this grid. Sizes that depend on the
-    image are named `image_<i>`. Its outputs are `rows` and those of deep layers, `rows_0`, `rows_1`
-    and so on, each `[num_embeds, hidden_size]`. `steps` are like those of a `Chip`. With `grid`,
-    chips read `rotary_positions`.
+    It runs once per image. Its inputs are the arrays of the processor for this image, and those
+    that `computed` computes from its array `image_grid_thw`, which few encoders read themselves.
+    Sizes that depend on the image are named `image_<i>`. Its outputs are `rows` and those of deep
+    layers, `rows_0`, `rows_1` and so on, each `[num_embeds, hidden_size]`. `steps` are like those
+    of a `Chip`. With `grid`, chips read `rotary_positions`.
 
     With `bidirectional`, chips read `bidirectional_ranges`: of `images`, consecutive positions of
     rows see each other; of a `prompt`, if it has images, all tokens do. Chips read `token_id` in

@@ -38,6 +38,7 @@ from llmc.compiler.graph.verify import verify
 from llmc.compiler.options import LANGUAGE_MODEL_ONLY, CompileOptions
 from llmc.compiler.passes.adapters import adapters
 from llmc.compiler.passes.attention import attention
+from llmc.compiler.passes.attention_projections import attention_projections
 from llmc.compiler.passes.blocks import blocks
 from llmc.compiler.passes.columns import columns
 from llmc.compiler.passes.dense_experts import dense_experts
@@ -99,6 +100,10 @@ def _kernels(target: TargetSpec) -> bool:
 
 def _program(target: TargetSpec) -> bool:
     return target.runs_program
+
+
+def _any_op(target: TargetSpec) -> bool:
+    return target.runs_any_op
 
 
 def _paged(target: TargetSpec) -> bool:
@@ -214,6 +219,7 @@ PASSES: tuple[Step, ...] = (
     GraphPass("norm_gate", norm_gate, _program),
     GraphPass("gate", gate, _program),  # gates that norm_gate did not fuse
     GraphPass("projections", projections, _program),  # after both, whose ops read columns
+    GraphPass("attention_projections", attention_projections, _any_op),
     GraphPass("experts_residual", experts_residual, _kernels),  # after projections
     GraphPass("norm_gemm", norm_gemm, _kernels),  # after projections: one GEMM per norm
     # After all passes that select rows and columns, before quantize, which changes values.

@@ -54,7 +54,9 @@ def references_of(family, folder):
 
 def _reference(processor, sizes):
     images = [Image.fromarray(image_of(size)) for size in sizes]
-    output = processor(images=[images], text=[text_of(processor.image_token, len(images))],
+    placeholder = getattr(processor, "image_placeholder_token", processor.image_token)
+    nested = images if hasattr(processor, "multi_page") else [images]
+    output = processor(images=nested, text=[text_of(placeholder, len(images))],
                        return_tensors="pt", add_special_tokens=False)
     ids = output["input_ids"][0].numpy()
     inputs = {name: own.float().numpy() if own.is_floating_point() else own.numpy()

@@ -35,6 +35,7 @@ from llmc.compiler.frontend.deep_embeds import mark_deep_embeds
 from llmc.compiler.frontend.features import check_features
 from llmc.compiler.frontend.image_export import check_language_model, export_image
 from llmc.compiler.frontend.image_masks import ImageMasks, image_masks
+from llmc.compiler.frontend.logits_head import match_head
 from llmc.compiler.frontend.mtp import export_mtp
 from llmc.compiler.frontend.parts import (
     ATTENTION,
@@ -132,6 +133,7 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
         checkpoint = Checkpoint(model, tensors)
         if text_prefix(model) and type(text_config(config)) in MODEL_FOR_CAUSAL_LM_MAPPING:
             whole, config = model, _language_config(config, model)
+            match_head(whole, config)
             model = _empty_model(config, parts[0], trust_remote_code)
             checkpoint = Checkpoint(model, of_part(checkpoint, whole, model))
         if not ties_hold(model, checkpoint):
@@ -144,14 +146,15 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
             check_features(model, part)
         check_made(model, completed, origin)
         grid = None if images is None else position_grid(complete)
+        # Before the language model: what is not supported ends the compilation early.
+        image = None if images is None else export_image(complete, all_tensors, origin, images,
+                                                         names, grid, masks)
         graphs = [_export_part(copy.deepcopy(config), part, model, completed, origin,
                                trust_remote_code, names, notes, by_axis=grid is not None)
                   for part in parts]
         if not takes_embeds and images is None:
             remove_mark(graphs[0])
-        image = None
-        if images is not None:
-            image = export_image(complete, all_tensors, origin, images, names, grid, masks)
+        if image is not None:
             _mark_bidirectional(graphs[0], masks, origin)
             mark_deep_embeds(graphs[0], model, image)
 

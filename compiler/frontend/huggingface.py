@@ -105,10 +105,9 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
 
 
 def _takes_images(config: Any, directory: Path) -> bool:
-    """Whether a checkpoint has an image encoder and a processor."""
+    """Whether a checkpoint's model takes images, and it has a processor."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING \
-        and getattr(config, "vision_config", None) is not None \
         and any((directory / name).is_file() for name in _PROCESSOR_FILES)
 
 

@@ -14,6 +14,9 @@ namespace llmc {
 namespace {
 
 constexpr int64_t kPinned = 64 << 20;
+// Bytes that the device's copy of a step's inputs grows beyond what the step needs, at most. Rows
+// of images take many, and their memory is not reserved.
+constexpr int64_t kMostSpare = 16 << 20;
 // Positions after a sequence's last that cuDNN may read.
 constexpr int kTailPositions = 256;
 // Collectives over peer memory after which epochs, of 32 bits, begin again.
@@ -346,7 +349,20 @@ void Engine::enqueue(const Pass& pass, const Step& step) {
     for (int tensor : node.outputs) outputs.push_back(resolve(tensor, step));
     return outputs;
   };
+  auto watch = [&](int tensor, const Tensor& value) {
+    const auto found = watched_.find(tensor);
+    if (found != watched_.end()) found->second = download(value, stream_.handle);
+  };
   const std::vector<Node>& nodes = program_.nodes(pass.part);
+  // The node that reads a tensor next, if it follows node n at once or after nodes that pass the
+  // tensor on; `tensor` is then its number for that node.
+  auto next_reader = [&](size_t n, int& tensor, void* data) {
+    for (++n;
+         n < nodes.size() && nodes[n].plugin->passes_on(context) && nodes[n].inputs[0] == tensor;
+         ++n)
+      tensor = nodes[n].outputs[0], moved[tensor] = data;
+    return n < nodes.size() ? &nodes[n] : nullptr;
+  };
   bool normed = false;  // whether the node before has computed the norm with which a node begins
   for (size_t n = 0; n < nodes.size(); ++n) {
     const Node& node = nodes[n];
@@ -354,6 +370,7 @@ void Engine::enqueue(const Pass& pass, const Step& step) {
     const std::vector<Tensor> inputs = inputs_of(node);
     if (node.plugin->passes_on(context)) {
       moved[node.outputs[0]] = inputs[0].data;
+      watch(node.outputs[0], inputs[0]);
       continue;
     }
     const std::vector<Tensor> outputs = outputs_of(node);
@@ -361,28 +378,27 @@ void Engine::enqueue(const Pass& pass, const Step& step) {
       node.plugin->enqueue_normed(inputs, outputs, scratch_, context);
       normed = false;
     } else {
-      if (peers_ != nullptr && node.op == "AllReduce" && n + 1 < nodes.size()) {
-        const Node& next = nodes[n + 1];
-        normed = of_logits(node) == of_logits(next) &&
-                 reduce_and_norm(node, inputs[0], outputs[0], next, inputs_of(next),
-                                 outputs_of(next), context);
+      if (peers_ != nullptr && node.op == "AllReduce") {
+        int reduced = node.outputs[0];
+        const Node* next = next_reader(n, reduced, outputs[0].data);
+        normed = next != nullptr && of_logits(node) == of_logits(*next) &&
+                 reduce_and_norm(reduced, inputs[0], outputs[0], *next, inputs_of(*next),
+                                 outputs_of(*next), context);
       }
       if (!normed) node.plugin->enqueue(inputs, outputs, scratch_, context);
     }
-    for (size_t i = 0; i < outputs.size() && !watched_.empty(); ++i) {
-      const auto found = watched_.find(node.outputs[i]);
-      if (found != watched_.end()) found->second = download(outputs[i], stream_.handle);
-    }
+    for (size_t i = 0; i < outputs.size() && !watched_.empty(); ++i)
+      watch(node.outputs[i], outputs[i]);
   }
   if (pass.then) pass.then(step);
 }
 
-// Enqueues an all-reduce together with the norm with which the next node begins; false if they are
-// separate kernels.
-bool Engine::reduce_and_norm(const Node& reduce, const Tensor& x, const Tensor& y, const Node& next,
+// Enqueues an all-reduce, whose result is tensor `reduced` of the next node, together with the norm
+// with which that begins; false if they are separate kernels.
+bool Engine::reduce_and_norm(int reduced, const Tensor& x, const Tensor& y, const Node& next,
                              const std::vector<Tensor>& inputs, const std::vector<Tensor>& outputs,
                              const Context& context) const {
-  const auto reads = std::find(next.inputs.begin(), next.inputs.end(), reduce.outputs[0]);
+  const auto reads = std::find(next.inputs.begin(), next.inputs.end(), reduced);
   if (reads == next.inputs.end()) return false;
   const std::optional<FirstNorm> norm =
       next.plugin->first_norm(reads - next.inputs.begin(), inputs, outputs, scratch_, context);
@@ -571,7 +587,7 @@ Engine::Sent Engine::pack(StagingBuffer& into, const StepInputs& inputs, const P
 const char* Engine::send(const StagingBuffer& sent) {
   if (sent.bytes() > received_room_) {
     synchronize();
-    received_room_ = 2 * sent.bytes();
+    received_room_ = sent.bytes() + std::min(sent.bytes(), kMostSpare);
     received_ = std::make_unique<DeviceBuffer>(received_room_, "inputs");
   }
   check(kernels::transfer(received_->data, sent.data(), sent.bytes(), stream_.handle),

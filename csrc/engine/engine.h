@@ -174,7 +174,7 @@ class Engine {
   void reserve_scratch();
   Tensor resolve(int tensor, const Step& step) const;
   void enqueue(const Pass& pass, const Step& step);
-  bool reduce_and_norm(const Node& reduce, const Tensor& x, const Tensor& y, const Node& next,
+  bool reduce_and_norm(int reduced, const Tensor& x, const Tensor& y, const Node& next,
                        const std::vector<Tensor>& inputs, const std::vector<Tensor>& outputs,
                        const Context& context) const;
   void use_device() const;

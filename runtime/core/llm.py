@@ -260,7 +260,9 @@ class _Loaded:
                                       images=self._encoder_cache()),
                     self._reader.completing, self._reader.searching, encodes=encodes,
                     check_step=check_step, skip_step=skip_step, method=speculation.method,
-                    pools=self.manifest.pooling is not None))
+                    pools=self.manifest.pooling is not None,
+                    direct=self.manifest.pooling is not None and not self.manifest.target.spec.gpu
+                    and not self.manifest.chips[0].kept))
             self._reader.max_model_len = self.max_model_len
             self.transcriber = Transcriber(self.manifest, self.case_dir, self._reader)
             self.pooling = PoolingProcessor(
@@ -733,10 +735,15 @@ class LLM(_Loaded):
     def pool(self, inputs: Sequence[Input], *, priority: int = 0, tenant: str | None = None) -> \
             list[np.ndarray]:
         """Return the rows of inputs that `pooling` tokenized, before any activation."""
-        requests = self.pooling.requests(inputs)
+        requests, scheduling = self.pooling.requests(inputs), _scheduling(priority, tenant, None)
+        self._first()
+        for loop in self._loops:
+            made = loop.pool_now(requests)
+            if made is not None:
+                by_index = {own.index: row for own, row in zip(requests, made, strict=True)}
+                return [by_index[index] for index in range(len(inputs))]
         rows = {output.owner.request.index: output.row
-                for output in self._outputs(requests, _scheduling(priority, tenant, None))
-                if isinstance(output, Pooled)}
+                for output in self._outputs(requests, scheduling) if isinstance(output, Pooled)}
         return [rows[index] for index in range(len(inputs))]
 
     def logits(self, token_ids: Sequence[int], source: Sequence[int] | None = None) -> np.ndarray:

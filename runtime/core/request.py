@@ -564,7 +564,7 @@ class InputProcessor:
                             f"{PLURALS[item.modality]}; give text only")
         computed = {key for own in program.computed for key in own.names}
         expected = {tensor.name: tensor for tensor in program.inputs if tensor.name not in computed}
-        if expected.keys() != item.arrays.keys() - UNREAD:
+        if expected.keys() != item.arrays.keys() - (UNREAD - expected.keys()):
             raise LlmcError(f"the processor gives {', '.join(sorted(item.arrays))}, the image "
                             f"encoder of '{name}' reads {', '.join(expected)}; compile the model "
                             f"again")

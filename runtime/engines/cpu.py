@@ -281,6 +281,9 @@ class CpuEngine:
         to share, unless they are too small for that.
         """
         lengths = step.seq_lens
+        if len(lengths) == 1:
+            yield [0]
+            return
         most = self._max_tokens
         if self._pool_threads is not None:
             most = min(most, max(-(-int(lengths.sum()) // self._pool_threads.cores), MIN_SHARE))
@@ -296,6 +299,8 @@ class CpuEngine:
     def _whole(self, step: Step, group: Sequence[int]) -> _Part:
         """Some sequences of a step, all of whose tokens are new."""
         def packed(tokens: np.ndarray) -> np.ndarray:
+            if step.batch_size == 1:
+                return tokens
             return np.concatenate([tokens[step.cu_seqlens[i]:step.cu_seqlens[i + 1]]
                                    for i in group])
 

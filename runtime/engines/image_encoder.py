@@ -15,7 +15,7 @@ import onnxruntime as ort
 
 from llmc.artifacts.manifest import MANIFEST_NAME, GraphStep, Manifest
 from llmc.artifacts.program import ROW_ORDER
-from llmc.artifacts.vision_input import GRID, UNREAD
+from llmc.artifacts.vision_input import UNREAD
 from llmc.errors import LlmcError
 from llmc.runtime.core.step import Step
 from llmc.runtime.engines import cpu_sessions
@@ -68,9 +68,11 @@ class ImageEncoder:
 
     def encode(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         """Run the encoder on one image: [num_outputs, num_rows, width]."""
-        feeds = {name: array for name, array in arrays.items() if name not in UNREAD}
+        read = {tensor.name for tensor in self._program.inputs}
+        feeds = {name: array for name, array in arrays.items()
+                 if name in read or name not in UNREAD}
         for own in self._program.computed:
-            feeds |= vision_inputs.compute(own, arrays[GRID])
+            feeds |= vision_inputs.of_arrays(own, arrays)
         return np.stack(self._run(feeds))
 
     def _run(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:

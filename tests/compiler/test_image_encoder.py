@@ -49,7 +49,17 @@ FUSED = {
     "qwen3_vl": {"patches": 1, "image-attention": 3, "norm-op": 8, "activation": 5, "residual": 7},
     "qwen2_5_vl": {"patches": 1, "image-attention": 3, "norm-decomposed": 7, "gated-mlp": 3,
                    "residual": 6}}
-VISION = {"qwen2_5_vl": {"window_size": 56}, "mistral3": {"image_size": 196}}
+VISION = {"qwen2_5_vl": {"window_size": 56}, "mistral3": {"image_size": 196}, "llama4": {
+    "intermediate_size": 128, "projector_input_dim": 40, "projector_output_dim": 40,
+    "vision_output_dim": 40}}
+WHOLE = {"llava_next": {"image_grid_pinpoints": [[28, 28], [28, 56], [56, 28], [56, 56]]}}
+# Encoders with tiles that are selected, packed or projected otherwise, and with a grid.
+OTHERS = {
+    "llama4": [{"pixel_values": pixels(tiles, 3, 28, 28)} for tiles in (2, 5, 1)],
+    "smolvlm": [{"pixel_values": pixels(1, tiles, 3, 28, 28)} for tiles in (2, 5, 1)],
+    "llava_next": [{"pixel_values": pixels(1, tiles, 3, 28, 28), "image_sizes": np.array([size])}
+                   for tiles, size in ((3, (25, 60)), (5, (97, 101)), (2, (20, 9)))],
+    "glm4v": packed(*GRIDS)}
 
 
 def export(model, samples):
@@ -101,6 +111,20 @@ def test_rows_are_those_of_transformers_for_images_of_any_size(family, tmp_path)
                                       encoder_rows(model, arrays), strict=True):
                 assert rows.shape == expected.shape
                 assert np.abs(rows - expected).max() < 2e-6 * max(np.abs(expected).max(), 1)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_rows_of_other_encoders_are_those_of_transformers(family, tmp_path):
+    model = tiny_model(family, whole=WHOLE.get(family, {}), **VISION.get(family, {}))
+    *known, new = OTHERS[family]
+    traced = export(model, known)
+    graph, _, _ = fused(traced, model)
+    for loaded in (session(traced.proto, model), written(graph, tmp_path)):
+        for arrays in (*known, new):
+            rows, = run_encoder(loaded, traced.computed, arrays)
+            expected, = encoder_rows(model, arrays)
+            assert rows.shape == expected.shape
+            assert np.abs(rows - expected).max() < 1e-5 * max(np.abs(expected).max(), 1)
 
 
 # Programs of GPUs: op types that are not llmc's, and inputs.

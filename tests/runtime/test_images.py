@@ -19,6 +19,7 @@ from image_models import (
 import llmc
 from llmc.artifacts.manifest import read_manifest
 from llmc.compiler.check.execute import run_chips
+from llmc.compiler.frontend import export
 from llmc.compiler.options import CompileOptions
 from llmc.compiler.preflight import About, check_model
 from llmc.runtime.engines import image_encoder
@@ -127,6 +128,17 @@ def test_bad_input_is_named_and_leaves_other_prompts_alone(model, tmp_path):
         with pytest.raises(llmc.LlmcError, match="prompt_logprobs is given for a prompt with"):
             llm.generate(prompts_of(llm)[1], llmc.SamplingParams(prompt_logprobs=1))
         assert len(llm.generate("fine", GREEDY)[0].token_ids) == 10
+
+
+def test_an_encoder_that_does_not_fit_is_refused_before_the_language_model_is_exported(
+        tmp_path, monkeypatch):
+    write_model("llava", tmp_path)
+    path = tmp_path / "processor_config.json"
+    path.write_text(path.read_text().replace('"default"', '"full"'))
+    monkeypatch.setattr(export, "_export_part", lambda *args, **named: pytest.fail("exported"))
+    with pytest.raises(llmc.LlmcError, match="gives an image 65 tokens, the image encoder of "
+                                             "'llava' 64 rows"):
+        llmc.compile(tmp_path, tmp_path / "case")
 
 
 def test_the_language_model_alone_is_compiled_on_request(model, tmp_path):

@@ -120,34 +120,52 @@ def _ints(name: str, *values: int) -> str:
     return f"{name} = Constant<value_ints=[{', '.join(map(str, values))}]>()"
 
 
-# The sequence of each token, its position in it, and the mapping between packed and padded. It
-# does not depend on the layer: ONNX Runtime computes it once for all layers of a graph.
-_TOKENS = "\n".join([
+# Lengths of sequences.
+_LENGTHS = [
     _ints("c0", 0), _ints("c1", 1), _ints("last", -1), _ints("int_max", 2**31 - 1),
     "zero = Constant<value_int=0>()",
     "one = Constant<value_int=1>()",
-    "minus_one = Constant<value_int=-1>()",
     "cu = Cast<to=7>(cu_seqlens)",
     "starts = Slice(cu, c0, last)",
     "ends = Slice(cu, c1, int_max)",
-    "starts_column = Unsqueeze(starts, c1)",
-    "num_tokens = Gather(cu, minus_one)",
-    "token = Range(zero, num_tokens, one)",
-    "token_column = Unsqueeze(token, c1)",
-    "ended = GreaterOrEqual(token_column, ends)",
-    "ended_int = Cast<to=7>(ended)",
-    "sequence = ReduceSum<keepdims=0>(ended_int, c1)",  # [T]
-    "start = Gather(starts, sequence)",
-    "offset = Sub(token, start)",  # [T]
     "lengths = Sub(ends, starts)",
     "longest = ReduceMax<keepdims=0>(lengths)",
-    "step = Range(zero, longest, one)",
-    "beyond = Add(starts_column, step)",
-    "final = Sub(num_tokens, one)",
-    "pad = Min(beyond, final)",  # [B, S]: the token at each padded position, arbitrary for padding
-    "first_place = Mul(sequence, longest)",
-    "place = Add(first_place, offset)",  # [T]: each token's position in the padded [B * S]
-])
+]
+
+
+def _places(own: str = "") -> list[str]:
+    """Return lines for the sequence and position of each token, and its place in padded rows.
+
+    Args:
+        own: suffix of constants, in a branch of If. ONNX Runtime would not merge constants that
+            branches of several layers read, nor nodes that read them.
+    """
+    zero, one, c1 = f"zero{own}", f"one{own}", f"c1{own}"
+    constants = [f"{zero} = Constant<value_int=0>()", f"{one} = Constant<value_int=1>()",
+                 _ints(c1, 1)] if own else []
+    return [
+        *constants,
+        "minus_one = Constant<value_int=-1>()",
+        f"starts_column = Unsqueeze(starts, {c1})",
+        "num_tokens = Gather(cu, minus_one)",
+        f"token = Range({zero}, num_tokens, {one})",
+        f"token_column = Unsqueeze(token, {c1})",
+        "ended = GreaterOrEqual(token_column, ends)",
+        "ended_int = Cast<to=7>(ended)",
+        f"sequence = ReduceSum<keepdims=0>(ended_int, {c1})",  # [T]
+        "start = Gather(starts, sequence)",
+        "offset = Sub(token, start)",  # [T]
+        f"step = Range({zero}, longest, {one})",
+        "beyond = Add(starts_column, step)",
+        f"final = Sub(num_tokens, {one})",
+        "pad = Min(beyond, final)",  # [B, S]: the token at each padded position; padding: arbitrary
+        "first_place = Mul(sequence, longest)",
+        "place = Add(first_place, offset)",  # [T]: each token's position in the padded [B * S]
+    ]
+
+
+# They do not depend on the layer: ONNX Runtime computes them once for all layers of a graph.
+_TOKENS = "\n".join([*_LENGTHS, *_places()])
 
 _PAST = "past = Cast<to=7>(past_lens)"
 

@@ -33,9 +33,11 @@ import numpy as np
 
 from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.attention.op import (
+    _LENGTHS,
     _TOKENS,
     _ints,
     _out,
+    _places,
     _prepared,
     _queries,
     _scale,
@@ -165,7 +167,8 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     """Use com.microsoft.MultiHeadAttention on [B, S, ...].
 
     Sequences of one length are reshaped; others are padded on the right and masked, which the
-    kernel's tiled implementation does not support.
+    kernel's tiled implementation does not support. The mapping between packed and padded tokens is
+    computed in each layer that needs it: a single text needs none.
     """
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     if heads != kv_heads or fields["softcap"]:
@@ -178,8 +181,9 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     bias_lines, bias = _cpu_bias(fields, present)
     kernel = f"com.microsoft.MultiHeadAttention<num_heads={heads}, " \
              f"scale={float(_scale(fields))!r}>"
+    maps = bool(bias_lines) or "cos" in present
     return "\n".join([
-        _TOKENS, *_tables(fields, present),
+        *_LENGTHS, *(_places() if maps else []), *_tables(fields, present),
         *query_lines, *key_lines, *bias_lines,
         _ints("rows_shape", -1, heads * dim),
         "shortest = ReduceMin<keepdims=0>(lengths)", "even = Equal(shortest, longest)",
@@ -190,6 +194,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
         f"attended_whole = {kernel}(q_whole, k_whole, v_whole{', , , ' + bias if bias else ''})",
         "out_whole = Reshape(attended_whole, rows_shape)",
         "}, else_branch = padded () => (float[t, w] out_padded) {",
+        *([] if maps else _places("_own")),
         *(f"{name}_padded = Gather<axis=0>({rows}, pad)" for name, rows in packed.items()),
         "key_lengths = Cast<to=6>(lengths)",
         f"attended_padded = {kernel}(q_padded, k_padded, v_padded, , key_lengths"
