@@ -34,7 +34,7 @@ from llmc.compiler.frontend.convolutions import feature_rows, reads_features
 from llmc.compiler.frontend.deep_embeds import mark_deep_embeds
 from llmc.compiler.frontend.features import check_features
 from llmc.compiler.frontend.image_export import check_language_model, export_image
-from llmc.compiler.frontend.image_masks import ImageMasks
+from llmc.compiler.frontend.image_masks import ImageMasks, image_masks
 from llmc.compiler.frontend.logits_head import match_head
 from llmc.compiler.frontend.mtp import export_mtp
 from llmc.compiler.frontend.parts import (
@@ -63,6 +63,7 @@ from llmc.compiler.graph.elementary import sinusoidal_positions
 from llmc.compiler.graph.rewrite import is_op
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.weights import Weight
+from llmc.compiler.options import LANGUAGE_MODEL_ONLY
 from llmc.errors import LlmcError
 from llmc.runtime.multimodal.processor import ProcessorDescription
 
@@ -121,8 +122,10 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
     parts = (DECODER, ENCODER) if config.is_encoder_decoder else (CAUSAL_LM,)
     with alone():
         masks = ImageMasks() if images is None else check_language_model(config, images)
-        if masks.kind and getattr(text_config(config), "use_bidirectional_attention", None) is True:
-            text_config(config).use_bidirectional_attention = False  # the ranges say it
+        text = text_config(config)
+        if text is not config and getattr(text, "use_bidirectional_attention", None) is True \
+                and (masks.kind or image_masks(config, 0).kind):
+            text.use_bidirectional_attention = False  # only the ranges of images are
         notes += _ignored_inputs(config, images is not None)
         complete, all_tensors = copy.deepcopy(config), tensors
         model = _empty_model(config, parts[0], trust_remote_code)
@@ -179,8 +182,8 @@ def _mark_bidirectional(graph: gs.Graph, masks: ImageMasks, origin: str) -> None
     for layer, kind in enumerate(masks.by_layer):
         if kind and layer not in nodes:
             raise LlmcError(f"tokens of an image see each other in layer {layer} of '{origin}', "
-                            f"which bypasses transformers' attention interface; compile with "
-                            f"--language_model_only")
+                            f"which bypasses transformers' attention interface; "
+                            f"{LANGUAGE_MODEL_ONLY}")
         if kind:
             nodes[layer].attrs["bidirectional"] = kind
 

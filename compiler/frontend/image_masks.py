@@ -32,6 +32,7 @@ from llmc.compiler.frontend.parts import CAUSAL_LM, build, text_config, text_pre
 from llmc.compiler.frontend.repeat import find_layers
 from llmc.compiler.frontend.trace import one_sequence_per_row, root_cause
 from llmc.compiler.graph.sdpa import WHOLE, WINDOWED
+from llmc.compiler.options import LANGUAGE_MODEL_ONLY
 from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted
 
@@ -98,13 +99,12 @@ def image_masks(config: Any, row_token: int) -> ImageMasks:
     try:
         return _find(model, argument, row_token)
     except LlmcError as error:
-        raise LlmcError(f"images of '{config.model_type}' are not supported: {error}; compile the "
-                        f"language model alone with --language_model_only") from error
+        raise LlmcError(f"images of '{config.model_type}' are not supported: {error}; "
+                        f"{LANGUAGE_MODEL_ONLY}") from error
     except Exception as error:  # any error of the model's code
         check_interrupted()
         raise LlmcError(f"the attention masks of '{config.model_type}' cannot be determined: "
-                        f"{root_cause(error)}; compile the language model alone with "
-                        f"--language_model_only") from error
+                        f"{root_cause(error)}; {LANGUAGE_MODEL_ONLY}") from error
 
 
 def _find(model: Any, argument: str | None, row_token: int) -> ImageMasks:

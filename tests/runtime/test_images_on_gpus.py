@@ -146,7 +146,7 @@ def test_the_engine_accepts_the_steps_of_bidirectional_ranges(extension, tmp_pat
     program.check_step(LIMITS.num_blocks, *step_arrays(given))
     beyond = given.bidirectional_ranges.copy()
     beyond[beyond[:, 1] > 0, 1] = step.past_lens[0] + step.num_tokens + 1
-    with pytest.raises(RuntimeError, match="has the range .* expected one of its position"):
+    with pytest.raises(extension.CudaError, match="has the range .* expected one of its position"):
         program.check_step(LIMITS.num_blocks,
                            *step_arrays(replace(given, bidirectional_ranges=beyond)))
 
