@@ -37,7 +37,7 @@ from llmc.compiler.frontend.tokenizer_config import FOLDER, TEMPLATE
 from llmc.compiler.graph.notes import Context
 from llmc.compiler.graph.rewrite import op_of
 from llmc.compiler.graph.weights import Weight
-from llmc.compiler.lower import Lowered, divide, fuse, lower, lower_image
+from llmc.compiler.lower import Lowered, divide, fuse, lower, lower_media
 from llmc.compiler.options import CompileOptions, takes_options
 from llmc.compiler.output import check_output, new_directory
 from llmc.compiler.preflight import (
@@ -111,7 +111,7 @@ def _compile(model: str | Path, output: Path, options: CompileOptions) -> Manife
                task=options.task, pooling=options.pooling,
                scoring=Scoring.of(options.classifier_from_token, options.score_template),
                takes_embeds=options.enable_prompt_embeds,
-               takes_images=not options.language_model_only,
+               takes_media=not options.language_model_only,
                check=lambda *about: check_model(options, About(*about)))
     for note in raw.notes:
         progress(Note(note))
@@ -130,7 +130,7 @@ def _compile(model: str | Path, output: Path, options: CompileOptions) -> Manife
         dequantize(raw)
     progress("passes")
     if options.calibrated and options.scheme is not None:
-        lowered = lower_image(_calibrated(raw, options), raw)
+        lowered = lower_media(_calibrated(raw, options), raw)
     else:
         lowered = lower(raw, options)
     _check_activations(lowered, options)
@@ -222,9 +222,11 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
         others: dict[str, Any] = {
             "draft": Draft(draft[0], raw.draft.token_ids, tuple(draft[1:]))} \
             if draft and raw.draft else {}
-        image = lowered.image if rank == 0 else None
-        if image is not None and raw.image is not None:
-            others["image"] = ImageEncoder(image, raw.image.computed, raw.image.grid)
+        media = lowered.media if rank == 0 else {}
+        if raw.image is not None and "image" in media:
+            others["image"] = ImageEncoder(media["image"], raw.image.computed, raw.image.grid)
+        if "audio" in media:
+            others["audio"] = media["audio"]
         chip, written = backend(target.kind).emit(graph, rank, directory, options, *encoder,
                                                   **others)
         forms = weight_forms([graph, *encoder, *draft])
@@ -257,7 +259,7 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
         target=target,
         kv_cache_layout="paged" if target.spec.paged else "linear",
         ops=_used_ops([*lowered.graphs, *lowered.encoders, *chain(*lowered.drafts),
-                       *([] if lowered.image is None else [lowered.image])]),
+                       *lowered.media.values()]),
         tokenizer=tokenizer,
         sampling=sampling, chips=tuple(chips),
         passes=tuple(PassReport(name=report.name, matches=report.matches,

@@ -12,8 +12,8 @@ are reported, and `llmc inspect` prints them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import onnx_graphsurgeon as gs
 
@@ -42,7 +42,7 @@ from llmc.compiler.passes.draft import match_heads, number_caches, read_caches
 from llmc.compiler.passes.embedding import embedding
 from llmc.compiler.passes.encoder import (
     move_memory,
-    name_image_weights,
+    name_media_weights,
     name_weights,
     share_weights,
 )
@@ -72,6 +72,7 @@ from llmc.compiler.passes.tensor_parallel import tensor_parallel
 from llmc.compiler.preflight import About, limit_seq_len
 from llmc.compiler.requirements import require_attention, require_embedding, require_routes
 from llmc.errors import LlmcError
+from llmc.runtime.multimodal.items import Modality
 from llmc.targets import TargetSpec, target_spec
 
 _VOCAB_MULTIPLE = 64
@@ -221,8 +222,8 @@ PASSES: tuple[Step, ...] = (
     GraphPass("blocks", blocks, _paged, needs_logits=True),
     GraphPass("narrow_indices", narrow_indices, _narrow),
 )
-# Passes over the image encoder, which reads no tokens.
-IMAGE_PASSES: tuple[GraphPass, ...] = (GraphPass("fold", fold),)
+# Passes over encoders of images and audio, which read no tokens.
+MEDIA_PASSES: tuple[GraphPass, ...] = (GraphPass("fold", fold),)
 _FUSE = PASSES[:next(i for i, step in enumerate(PASSES) if isinstance(step, Partition))]
 
 
@@ -244,7 +245,7 @@ class Lowered:
     """The graphs that a target writes, one per rank, and the model's dimensions.
 
     `encoders` is empty for a model without an encoder, `drafts` for one without a draft model. A
-    draft model may have several graphs. `image` is the image encoder, of rank 0.
+    draft model may have several graphs. `media` has the encoders of images and audio, of rank 0.
     """
 
     graphs: list[gs.Graph]
@@ -256,7 +257,7 @@ class Lowered:
     encoder_info: EncoderInfo | None = None
     draft_info: DraftInfo | None = None
     pooling: PoolingInfo | None = None
-    image: gs.Graph | None = None
+    media: Mapping[Modality, gs.Graph] = field(default_factory=dict)
 
 
 def lower(raw: RawModel, options: CompileOptions) -> Lowered:
@@ -265,7 +266,7 @@ def lower(raw: RawModel, options: CompileOptions) -> Lowered:
     Raises:
         LlmcError: the model cannot be compiled; the message names what did not match.
     """
-    return lower_image(divide(fuse(raw, options), options), raw)
+    return lower_media(divide(fuse(raw, options), options), raw)
 
 
 def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = None) -> Fused:
@@ -295,7 +296,7 @@ def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = No
     for step in _FUSE:
         run_pass(step, [graphs], settings, reports)
     _require_kernels(graphs, settings.target)
-    if options.enable_prompt_embeds or raw.image is not None:
+    if options.enable_prompt_embeds or raw.media_graphs:
         require_one_reader(raw.graph, raw.architecture, "leave out --enable_prompt_embeds"
                            if options.enable_prompt_embeds else
                            "compile the language model alone with --language_model_only")
@@ -356,22 +357,23 @@ def divide(fused: Fused, options: CompileOptions, columns_together: int = 0) -> 
                    fused.dims, fused.encoder_info, fused.draft_info, fused.pooling)
 
 
-def lower_image(lowered: Lowered, raw: RawModel) -> Lowered:
-    """Run the passes over the image encoder, if there is one. Consumes its graph.
+def lower_media(lowered: Lowered, raw: RawModel) -> Lowered:
+    """Run the passes over encoders of images and audio, if there are any. Consumes their graphs.
 
-    It runs on rank 0, whose weight file has its weights.
+    They run on rank 0, whose weight file has their weights.
     """
-    if raw.image is None:
-        return lowered
-    graph, reports = raw.image.graph, list(lowered.reports)
-    tidy(graph)
-    for step in IMAGE_PASSES:
-        reports.append(Report(f"image.{step.name}", step.run, "image"))
-        step.run(graph, lowered.settings, reports[-1])
+    reports = list(lowered.reports)
+    others = [lowered.graphs[0], *(lowered.drafts[0] if lowered.drafts else [])]
+    for kind, graph in raw.media_graphs.items():
         tidy(graph)
-        verify(graph, f"image.{step.name}")
-    name_image_weights([lowered.graphs[0], *(lowered.drafts[0] if lowered.drafts else [])], graph)
-    return replace(lowered, image=graph, reports=reports)
+        for step in MEDIA_PASSES:
+            reports.append(Report(f"{kind}.{step.name}", step.run, kind))
+            step.run(graph, lowered.settings, reports[-1])
+            tidy(graph)
+            verify(graph, f"{kind}.{step.name}")
+        name_media_weights(others, graph, kind)
+        others.append(graph)
+    return replace(lowered, media=raw.media_graphs, reports=reports)
 
 
 def run_pass(step: Step, ranks: list[list[gs.Graph]], settings: Settings,

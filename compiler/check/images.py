@@ -16,7 +16,7 @@ from llmc.compiler.check.reference import load_reference, reference_rows, refere
 from llmc.compiler.graph.names import HIDDEN_STATE
 from llmc.errors import LlmcError
 from llmc.runtime.core.llm import LLM
-from llmc.runtime.engines.image_encoder import ImageEncoder
+from llmc.runtime.engines.media_encoders import MediaEncoder
 from llmc.runtime.prompts import MediaPrompt
 
 _ROWS = "rows of image {}"
@@ -29,7 +29,7 @@ def compiled_values(manifest: Manifest, root: Path, prompt: MediaPrompt) -> list
     Returns:
         For each chip its hidden states and logits; of the first also the rows of each image.
     """
-    encoder = ImageEncoder(manifest, root, _ENCODER_THREADS)
+    encoder = MediaEncoder(manifest, root, "image", _ENCODER_THREADS)
     rows = [encoder.encode(own.item.arrays)[0] for own in prompt.ranges]
     embed_ids = np.full(len(prompt), -1, np.int32)
     embed_ids[np.concatenate([own.positions for own in prompt.ranges])] = np.arange(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from llmc.errors import LlmcError, reason_of
 from llmc.runtime.chat_template import DEFAULT
 from llmc.runtime.multimodal.description import describe_processor
 from llmc.runtime.multimodal.feature_extractors import WhisperFeatureExtractor
+from llmc.runtime.multimodal.items import PLURALS, Modality
 from llmc.runtime.multimodal.processor import ProcessorDescription
 from llmc.runtime.tokenizer import read_tokenizer
 
@@ -44,7 +46,7 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
                      allow_pickle: bool = False, revision: str | None = None,
                      check: Check = unchecked, mtp: bool = False, task: str = "",
                      pooling: str = "", scoring: Scoring = BY_CHECKPOINT,
-                     takes_embeds: bool = False, takes_images: bool = False) -> RawModel:
+                     takes_embeds: bool = False, takes_media: bool = False) -> RawModel:
     """Export the model in a directory, or download it by hub id first.
 
     Args: see `load`.
@@ -68,9 +70,9 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
     if config.is_encoder_decoder and not generation:  # as transformers does
         from transformers import GenerationConfig
         generation = GenerationConfig.from_model_config(config).to_dict()
-    images = takes_images and plan is None and _takes_images(config, directory)
+    media = _media_of(config, directory) if takes_media and plan is None else ()
     check(_plain_config(directory), generation, config.is_encoder_decoder, "",
-          "generate" if plan is None else plan.task, images)
+          "generate" if plan is None else plan.task, media)
     template = scoring.read_template()
     if plan is not None and template is not None:
         plan = replace(plan, pair_template=True)
@@ -80,13 +82,13 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
         if plan is not None and plan.pair_template:
             write_chat_templates(templates, scratch)
             check_pair_template(scratch)
-        processor = _describe_images(directory, scratch) if images else \
+        processor = _describe_media(directory, scratch, media) if media else \
             _describe_speech(config, directory, scratch)
     from llmc.compiler.frontend.export import export
 
     exported = export(config, decoded.tensors, str(directory), linear=decoded.linear,
                       trust_remote_code=trust_remote_code, mtp=mtp, pooling=plan,
-                      takes_embeds=takes_embeds, images=processor if images else None)
+                      takes_embeds=takes_embeds, media=processor if media else None)
     if exported.features is not None and processor is not None:
         _check_features(exported.features, processor, directory)
     if plan is not None and exported.max_tokens is not None:
@@ -99,38 +101,51 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
     return RawModel(exported.graph, plain, "huggingface",
                     lambda target: save_tokenizer(directory, target, template), generation,
                     (*decoded.notes, *exported.notes), exported.encoder, exported.features,
-                    processor, exported.image, draft, directory_origin(
+                    processor, exported.image, exported.audio, draft, directory_origin(
                         directory, None if Path(model).is_dir() else str(model)), pooling=plan)
 
 
-def _takes_images(config: Any, directory: Path) -> bool:
-    """Whether a checkpoint has an image encoder and a processor."""
-    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING \
-        and getattr(config, "vision_config", None) is not None \
-        and any((directory / name).is_file() for name in _PROCESSOR_FILES)
+def _media_of(config: Any, directory: Path) -> tuple[Modality, ...]:
+    """Kinds of items that prompts of a checkpoint with a processor may have."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
+    if config.is_encoder_decoder or \
+            not any((directory / name).is_file() for name in _PROCESSOR_FILES):
+        return ()
+    found: list[Modality] = []
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING \
+            and getattr(config, "vision_config", None) is not None:
+        found.append("image")
+    if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING \
+            and getattr(config, "audio_config", None) is not None:
+        found.append("audio")
+    return tuple(found)
 
 
-def _describe_images(directory: Path, tokenizer: Path) -> ProcessorDescription:
-    """Describe the preprocessing of images.
+def _describe_media(directory: Path, tokenizer: Path,
+                    media: Sequence[Modality]) -> ProcessorDescription:
+    """Describe the preprocessing of items of prompts.
 
     Args:
         tokenizer: directory of tokenizer.json.
+        media: kinds of items; audio is left out beside images if it is not supported.
     """
+    names = " and ".join(PLURALS[own] for own in media)
     if not (tokenizer / "tokenizer.json").is_file():
-        raise LlmcError(f"'{directory}' has no tokenizer, which prompts with images are written "
+        raise LlmcError(f"'{directory}' has no tokenizer, which prompts with {names} are written "
                         f"with; copy tokenizer.json from the model's repository, or compile the "
                         f"language model alone with --language_model_only")
     try:
-        description = describe_processor(directory, read_tokenizer(tokenizer))
+        description = describe_processor(directory, read_tokenizer(tokenizer), media)
     except LlmcError as error:
         raise LlmcError(f"{error}; or compile the language model alone with "
                         f"--language_model_only") from error
-    if description.image is None:
-        raise LlmcError(f"the processor files in '{directory}' name no image_processor; copy those "
-                        f"of the model's repository, or compile the language model alone with "
-                        f"--language_model_only")
-    return description.model_copy(update={"audio": None})
+    for kind, given, words in (("image", description.image, "image_processor"),
+                               ("audio", description.audio, "feature_extractor")):
+        if given is None and media == (kind,):
+            raise LlmcError(f"the processor files in '{directory}' name no {words}; copy those of "
+                            f"the model's repository, or compile the language model alone with "
+                            f"--language_model_only")
+    return description
 
 
 def _describe_speech(config: Any, directory: Path, tokenizer: Path) -> ProcessorDescription | None:

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AutoModelForImageTextToText, vision_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-from llmc.artifacts.manifest import IMAGE_ROWS
+from llmc.artifacts.manifest import MEDIA_ROWS
 from llmc.artifacts.vision_input import GRID, SIZES, UNREAD, VisionInput
 from llmc.compiler.frontend.exporter import export_onnx
 from llmc.compiler.frontend.parts import Part, build
@@ -83,11 +83,7 @@ def trace_image(config: Any, samples: Sequence[Arrays], num_rows: Sequence[int] 
     Raises:
         LlmcError: the encoder cannot be exported.
     """
-    AttentionInterface.register(_ATTENTION, _attend)
-    AttentionMaskInterface.register(_ATTENTION, _visible)
-    for each in (config, *(getattr(config, name) for name in config.sub_configs
-                           if getattr(config, name, None) is not None)):
-        each._attn_implementation = _ATTENTION
+    use_encoder_attention(config)
     try:
         with init_empty_weights(include_buffers=False), Reproducible():
             model: Any = build(config, IMAGE, False)
@@ -107,6 +103,15 @@ def trace_image(config: Any, samples: Sequence[Arrays], num_rows: Sequence[int] 
         check_interrupted()
         raise LlmcError(f"the image encoder of '{config.model_type}' cannot be exported: "
                         f"{root_cause(error)}; use another model") from error
+
+
+def use_encoder_attention(config: Any) -> None:
+    """Make a model of this config compute attention as encoders do."""
+    AttentionInterface.register(_ATTENTION, _attend)
+    AttentionMaskInterface.register(_ATTENTION, _visible)
+    for each in (config, *(getattr(config, name) for name in config.sub_configs
+                           if getattr(config, name, None) is not None)):
+        each._attn_implementation = _ATTENTION
 
 
 def _record(model: Any, sample: Arrays) -> tuple[list[_Call], list[int]]:
@@ -153,6 +158,22 @@ def _export(model: Any, samples: Sequence[Arrays], calls: Sequence[Sequence[_Cal
             "function": call.function, "arguments": call.arguments, "names": results}))
         for name, result in zip(call.results, results, strict=True):
             inputs[result] = [own[index].results[name] for own in calls]
+    encoder = _Encoder(model, names, computed, UNREAD & samples[0].keys())
+    outputs = [MEDIA_ROWS, *(f"{MEDIA_ROWS}_{index}" for index in range(num_results - 1))]
+    return export_encoder(model, encoder, inputs, outputs), tuple(computed)
+
+
+def export_encoder(model: Any, encoder: torch.nn.Module, inputs: Mapping[str, Sequence[np.ndarray]],
+                   outputs: Sequence[str]) -> onnx.ModelProto:
+    """Export a module that runs a part of a model.
+
+    Args:
+        model: its parameters lose their values.
+        encoder: the module.
+        inputs: of the module, in order of its arguments, for several samples. Axes that differ are
+            dynamic.
+        outputs: names.
+    """
     shapes: list[Mapping[int, Any]] = []
     for name, arrays in inputs.items():
         ranks = {array.ndim for array in arrays}
@@ -173,12 +194,10 @@ def _export(model: Any, samples: Sequence[Arrays], calls: Sequence[Sequence[_Cal
                     module._parameters[name] = replaced[id(parameter)]
         examples = {name: torch.zeros(arrays[0].shape, dtype=torch.from_numpy(arrays[0]).dtype)
                     for name, arrays in inputs.items()}
-        encoder = _Encoder(model, names, computed, UNREAD & samples[0].keys())
-        outputs = [IMAGE_ROWS, *(f"{IMAGE_ROWS}_{index}" for index in range(num_results - 1))]
         exported = export_onnx(encoder.eval(), examples, [tuple(shapes)], outputs)
     proto = to_proto(exported, None)
     _remove_added_biases(proto)
-    return proto, tuple(computed)
+    return proto
 
 
 def _remove_added_biases(proto: onnx.ModelProto) -> None:

@@ -11,6 +11,7 @@ import onnx_graphsurgeon as gs
 import torch
 
 from llmc.artifacts.manifest import PositionGrid
+from llmc.compiler.frontend.audio import AUDIO
 from llmc.compiler.frontend.bind import Checkpoint, attach_weights
 from llmc.compiler.frontend.image import IMAGE, trace_image
 from llmc.compiler.frontend.parts import build, text_config
@@ -19,7 +20,7 @@ from llmc.compiler.frontend.trace import to_graph
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 from llmc.runtime.multimodal.images import import_pillow
-from llmc.runtime.multimodal.items import MediaItem
+from llmc.runtime.multimodal.items import PLURALS, MediaItem
 from llmc.runtime.multimodal.processor import Processor, ProcessorDescription
 
 # Widths and heights of the images that show which axes of a processor's arrays are dynamic. The
@@ -51,29 +52,34 @@ def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
     checkpoint = Checkpoint(model, tensors)
     graph = to_graph(proto, checkpoint.spelled & model.state_dict().keys())
     attach_weights(graph, model, checkpoint, origin, names)
-    _name_sizes(graph)
+    name_sizes(graph, "image")
     return RawImageEncoder(graph, computed, grid)
 
 
 def check_language_model(config: Any, description: ProcessorDescription) -> None:
-    """Reject language models that use the rows of images otherwise than as embeddings.
+    """Reject language models that use the rows of images or audio otherwise than as embeddings.
 
     Raises:
         LlmcError: names what is not supported.
     """
     with torch.device("meta"):
-        model = build(copy.deepcopy(config), IMAGE, False)
+        model = build(copy.deepcopy(config), AUDIO if description.image is None else IMAGE, False)
     text = text_config(config)
+    image = description.image
+    names = " and ".join(PLURALS[own] for own in Processor(description).placeholders)
     overlay = "block_sequence_ids" in inspect.getsource(inspect.getmodule(type(model)) or model)
-    assert description.image is not None
     for found, words in (
-            (description.image.prompt.row_token is None, "cross-attention to images"),
-            (overlay and getattr(text, "use_bidirectional_attention", False) is not None,
+            (image is not None and image.prompt.row_token is None, "cross-attention to images"),
+            (image is not None and overlay
+             and getattr(text, "use_bidirectional_attention", False) is not None,
              "tokens of an image that see each other"),
+            (description.audio is not None and any(
+                hasattr(module, "get_rope_index") for module in model.modules()),
+             "positions by axis"),
             (getattr(text, "hidden_size_per_layer_input", 0), "per-layer inputs of token ids")):
         if found:
             raise LlmcError(f"'{config.model_type}' has {words}, which llmc does not support with "
-                            f"images; compile the language model alone with "
+                            f"{names}; compile the language model alone with "
                             f"--language_model_only")
 
 
@@ -83,15 +89,19 @@ def _samples(processor: Processor) -> Sequence[MediaItem]:
     return [processor.process_images([image])[0] for image in images]
 
 
-def _name_sizes(graph: gs.Graph) -> None:
-    """Name the dynamic sizes of inputs and outputs as `ImageEncoderProgram` does."""
+def name_sizes(graph: gs.Graph, kind: str) -> None:
+    """Name the dynamic sizes of inputs and outputs as the manifest does.
+
+    Args:
+        kind: image or audio.
+    """
     names: dict[str, str] = {}
     for tensor in graph.inputs:
-        tensor.shape = [names.setdefault(str(size), f"image_{len(names)}")
+        tensor.shape = [names.setdefault(str(size), f"{kind}_{len(names)}")
                         if not isinstance(size, int) else size for size in tensor.shape]
     for tensor in graph.outputs:
         width = tensor.shape[-1]
         if not isinstance(width, int):
-            raise LlmcError(f"the image encoder's output {tensor.name!r} has the width {width}, "
+            raise LlmcError(f"the {kind} encoder's output {tensor.name!r} has the width {width}, "
                             f"which is not constant; use another model")
         tensor.shape = ["num_embeds", width]

@@ -9,10 +9,12 @@ import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForSpeechSeq2Seq,
@@ -77,9 +79,11 @@ def text_prefix(model: Any) -> str:
 
 
 def causal_lm_class(config: Any) -> Any:
-    """Return transformers' auto class for a causal LM or an image-text-to-text model."""
-    takes_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForImageTextToText if takes_images and not _is_causal_lms(config) \
+    """Return transformers' auto class for a causal LM or a model of images or audio and text."""
+    if _is_causal_lms(config):
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING \
+        else AutoModelForMultimodalLM if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING \
         else AutoModelForCausalLM
 
 

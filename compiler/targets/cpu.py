@@ -23,6 +23,7 @@ from llmc.artifacts.onnx_graph import check_model
 from llmc.compiler.artifact import (
     WEIGHTS_NAME,
     Placed,
+    describe_audio,
     describe_chip,
     describe_draft,
     describe_encoder,
@@ -52,7 +53,8 @@ def describe(options: CompileOptions) -> Target:
 
 def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
          encoder: gs.Graph | None = None, *, draft: Draft | None = None,
-         image: ImageEncoder | None = None) -> tuple[Chip, list[FileEntry]]:
+         image: ImageEncoder | None = None, audio: gs.Graph | None = None) -> \
+        tuple[Chip, list[FileEntry]]:
     """Write `chip<rank>/` and describe it.
 
     Raises:
@@ -60,7 +62,7 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
     """
     drafts = [] if draft is None else [draft.graph, *draft.later]
     graphs = [graph, *([encoder] if encoder is not None else []), *drafts,
-              *([] if image is None else [image.graph])]
+              *([] if image is None else [image.graph]), *([] if audio is None else [audio])]
     for each in graphs:
         _check_expert_scales(each)
     name = f"chip{rank}"
@@ -92,6 +94,10 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
         files += more
         chip = chip.model_copy(update={
             "image": describe_image(image.graph, image_steps, image.computed, image.grid)})
+    if audio is not None:
+        audio_steps, more = _write_steps(audio, places, directory, CPU.audio_file, "audio")
+        files += more
+        chip = chip.model_copy(update={"audio": describe_audio(audio, audio_steps)})
     return chip, [weights, *files]
 
 

@@ -13,7 +13,7 @@ import llmc
 from llmc.artifacts.manifest import read_manifest
 from llmc.compiler.check.execute import run_chips
 from llmc.compiler.check.images import read_prompt
-from llmc.runtime.engines import image_encoder
+from llmc.runtime.engines import media_encoders
 
 GREEDY = llmc.SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, logprobs=0)
 COMMON = ("llava",)  # the others are thorough
@@ -114,8 +114,8 @@ def test_prefix_caching_distinguishes_images(model):
 
 def test_an_image_is_encoded_once(model, monkeypatch):
     encoded = []
-    real = image_encoder.ImageEncoder.encode
-    monkeypatch.setattr(image_encoder.ImageEncoder, "encode",
+    real = media_encoders.MediaEncoder.encode
+    monkeypatch.setattr(media_encoders.MediaEncoder, "encode",
                         lambda self, arrays: encoded.append(1) or real(self, arrays))
     with llmc.LLM(model[1], prefix_reuse=False) as llm:
         prompt = prompts_of(llm)[1]

@@ -1,0 +1,100 @@
+"""Export of a model's audio encoder: what a processor gives for one clip, to rows of the prompt.
+
+transformers' models put the rows into the embeddings of a prompt by `masked_scatter`. The model's
+own code runs up to that call, with a clip alone, and the rows are the encoder's output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import onnx
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoModelForMultimodalLM
+
+from llmc.artifacts.manifest import MEDIA_ROWS
+from llmc.compiler.frontend.image import Arrays, export_encoder, use_encoder_attention
+from llmc.compiler.frontend.parts import Part, build
+from llmc.compiler.frontend.reproducible import Reproducible
+from llmc.compiler.frontend.trace import root_cause
+from llmc.errors import LlmcError
+from llmc.interrupts import check_interrupted
+
+AUDIO = Part("model of audio and text", (), causal=False, auto=AutoModelForMultimodalLM)
+_PROMPT = 4  # tokens of rows; several, as some models read one as a clip that is not expanded
+
+
+def trace_audio(config: Any, samples: Sequence[Arrays], row_token: int) -> onnx.ModelProto:
+    """Export the audio encoder of a model from its config.
+
+    Parameters are named as by `trace`. The graph's inputs are the arrays of a sample; its output
+    is `rows`, float32 [num_rows, width].
+
+    Args:
+        config: a transformers config.
+        samples: what the model's processor gives for a clip, for several lengths. Axes that differ
+            are dynamic.
+        row_token: token id of the positions of rows.
+
+    Raises:
+        LlmcError: the encoder cannot be exported.
+    """
+    use_encoder_attention(config)
+    try:
+        with init_empty_weights(include_buffers=False), Reproducible():
+            model: Any = build(config, AUDIO, False)
+        encoder = _Encoder(model, [*samples[0]], row_token).eval()
+        inputs = {name: [sample[name] for sample in samples] for name in samples[0]}
+        return export_encoder(model, encoder, inputs, [MEDIA_ROWS])
+    except LlmcError:
+        raise
+    except Exception as error:  # any error of the model's code
+        check_interrupted()
+        raise LlmcError(f"the audio encoder of '{config.model_type}' cannot be exported: "
+                        f"{root_cause(error)}; compile the language model alone with "
+                        f"--language_model_only") from error
+
+
+class _Encoder(torch.nn.Module):
+    """Arrays of a clip to rows."""
+
+    def __init__(self, model: Any, names: Sequence[str], row_token: int) -> None:
+        super().__init__()
+        self.model, self._names, self._row_token = model, names, row_token
+
+    def forward(self, *arrays: torch.Tensor) -> torch.Tensor:
+        ids = torch.full((1, _PROMPT), self._row_token, dtype=torch.int64)
+        with _rows_raised():
+            try:
+                self.model(input_ids=ids, attention_mask=torch.ones_like(ids),
+                           **dict(zip(self._names, arrays, strict=True)))
+            except _Rows as found:
+                return found.rows.reshape(-1, found.rows.shape[-1])
+        raise LlmcError("its code puts no rows into the prompt by masked_scatter")
+
+
+class _Rows(Exception):
+    """The rows that a model's code puts into a prompt."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        super().__init__()
+        self.rows = rows
+
+
+@contextlib.contextmanager
+def _rows_raised() -> Iterator[None]:
+    """Make `masked_scatter` raise the rows; the export holds a lock, see `alone`."""
+    tensor: Any = torch.Tensor
+    original = tensor.masked_scatter
+
+    def scatter(embeds: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        raise _Rows(rows)
+
+    tensor.masked_scatter = scatter
+    try:
+        yield
+    finally:
+        tensor.masked_scatter = original

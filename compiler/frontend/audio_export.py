@@ -1,0 +1,59 @@
+"""The audio encoder of a checkpoint as a graph with weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from llmc.compiler.frontend.audio import AUDIO, trace_audio
+from llmc.compiler.frontend.bind import Checkpoint, attach_weights
+from llmc.compiler.frontend.image_export import name_sizes
+from llmc.compiler.frontend.parts import build
+from llmc.compiler.frontend.raw import RawAudioEncoder
+from llmc.compiler.frontend.trace import to_graph
+from llmc.compiler.graph.weights import Weight
+from llmc.runtime.multimodal.items import MediaItem
+from llmc.runtime.multimodal.processor import Processor, ProcessorDescription
+
+# Seconds of the clips that show which axes of a processor's arrays are dynamic. The first has
+# several windows, as torch's exporter takes a size of 1 for a constant.
+_SECONDS = (70.0, 40.0, 21.3, 5.03)
+
+
+def export_audio(config: Any, tensors: Mapping[str, Weight], origin: str,
+                 description: ProcessorDescription, names: dict[int, str]) -> RawAudioEncoder:
+    """Export the audio encoder of a checkpoint.
+
+    Args:
+        config: a transformers config.
+        tensors: the checkpoint's tensors by name.
+        origin: name of the checkpoint in errors.
+        description: its processor.
+        names: names of weights by identity, see `attach_weights`.
+
+    Raises:
+        LlmcError: the encoder cannot be exported, or a tensor is missing or has another shape.
+    """
+    assert description.audio is not None and description.audio.row_token_id is not None
+    samples = [item.arrays for item in _samples(Processor(description))]
+    proto = trace_audio(copy.deepcopy(config), samples, description.audio.row_token_id)
+    with torch.device("meta"):
+        model = build(copy.deepcopy(config), AUDIO, False)
+    checkpoint = Checkpoint(model, tensors)
+    graph = to_graph(proto, checkpoint.spelled & model.state_dict().keys())
+    attach_weights(graph, model, checkpoint, origin, names)
+    name_sizes(graph, "audio")
+    return RawAudioEncoder(graph)
+
+
+def _samples(processor: Processor) -> Sequence[MediaItem]:
+    """What the processor gives for clips of several lengths."""
+    audio = processor.description.audio
+    assert audio is not None
+    rate, most = audio.extractor.sampling_rate, audio.max_samples()
+    return processor.process_audio([np.zeros(int(seconds * rate), np.float32)
+                                    for seconds in _SECONDS if seconds * rate <= most])
