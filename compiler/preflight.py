@@ -386,7 +386,8 @@ def _media(options: CompileOptions, about: About) -> str | None:
     if not about.media or target_spec(options.target).media_encoders:
         return None
     takers = " and ".join(name for name, target in TARGETS.items() if target.media_encoders)
-    return (f"'{about.name}' takes {' and '.join(PLURALS[own] for own in about.media)}, which target '{options.target}' does not support; "
+    names = " and ".join(PLURALS[own] for own in about.media)
+    return (f"'{about.name}' takes {names}, which target '{options.target}' does not support; "
             f"compile with --target {takers}, or the language model alone with "
             f"--language_model_only")
 

@@ -24,6 +24,11 @@ _TEXT: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2}
+# Renders clips as their placeholder.
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ 'AUDIO' if part.type == 'audio' else part.text }}"
+    "{% endfor %}{% endif %}{% endfor %}[assistant]")
 SECONDS = (1.37, 0.61, 1.994)  # of three clips
 
 
@@ -56,6 +61,8 @@ def write_model(name: str, directory: Path) -> torch.nn.Module:
     row = tokenizer.token_to_id(family.settings.get("audio_token", family.others[0]))
     model = tiny_model(name, row, tokenizer.get_vocab_size())
     model.save_pretrained(directory)
+    placeholder = tokenizer.id_to_token(row)
+    (directory / "chat_template.jinja").write_text(TEMPLATE.replace("AUDIO", placeholder))
     assert json.loads((directory / "config.json").read_text())["audio_token_id"] == row
     return model
 

@@ -70,8 +70,8 @@ def speech_options(command: Command) -> Command:
     for name, given in reversed(_OPTIONS.items()):
         command = click.option(f"--{name}", **given)(command)
     return click.option("--audio", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
-                        help="Audio file; may be repeated. Whisper transcribes it, and --prompt is a "
-                             "text before it, for names and style. Other models take it in each "
+                        help="Audio file; may be repeated. Speech models transcribe it, with --prompt as "
+                             "a text before it, for names and style. Others take it in each "
                              "prompt, as --image.")(command)
 
 

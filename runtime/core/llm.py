@@ -269,7 +269,8 @@ class _Loaded:
         width = self.manifest.embeds_width
         if not self.manifest.media or width is None:
             return None
-        return EncoderCache(self._encoder_cache_bytes, 4 * width * (1 + self.manifest.num_deep_embeds))
+        row_bytes = 4 * width * (1 + self.manifest.num_deep_embeds)
+        return EncoderCache(self._encoder_cache_bytes, row_bytes)
 
     def chat_prompt(self, messages: Messages, *,
                     tools: Sequence[Mapping[str, object]] | None = None,

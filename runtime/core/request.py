@@ -527,7 +527,7 @@ class InputProcessor:
 
     def _read_media(self, prompt: MediaPrompt, params: SamplingParams) -> \
             tuple[Sequence[int], Sequence[int], InputEmbeds]:
-        """Check a prompt with images or audio; return `prompt`, `source` and `embeds` of its request.
+        """Check a prompt with items; return `prompt`, `source` and `embeds` of its request.
 
         Raises:
             LlmcError: the model does not take its items, or its parameters ask for what rows do

@@ -432,7 +432,8 @@ AnyImageReplacement = Annotated[
     Field(discriminator="processor_class")]
 AnyAudioReplacement = Annotated[
     Qwen2AudioReplacement | Qwen3OmniReplacement | AudioFlamingo3Replacement | GlmAsrReplacement
-    | VoxtralReplacement | Gemma3nAudioReplacement | Gemma4AudioReplacement, Field(discriminator="processor_class")]
+    | VoxtralReplacement | Gemma3nAudioReplacement | Gemma4AudioReplacement,
+    Field(discriminator="processor_class")]
 
 
 def _by_class(union: Any) -> dict[str, type[PromptReplacement]]:

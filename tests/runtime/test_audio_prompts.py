@@ -14,7 +14,6 @@ from llmc.cli import main
 from llmc.runtime.engines import media_encoders
 
 GREEDY = llmc.SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, logprobs=0)
-COMMON = ("qwen2_audio",)  # the others are thorough
 
 
 def expected(model, prompt, count):
@@ -46,9 +45,21 @@ def prompts_of(llm):
             {"prompt": f"a {own} b {own} d {own} c", "audio": clips(3)}]
 
 
+@pytest.fixture
+def model(tiny_audio):
+    return tiny_audio
+
+
+def test_clips_generate_as_transformers(model):
+    with llmc.LLM(model[1]) as llm:
+        prompts = prompts_of(llm)
+        for prompt, completion in zip(prompts, llm.generate(prompts, GREEDY), strict=True):
+            assert_generates(model[0], llm, prompt, completion)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.thorough] * (name not in COMMON)) for name in MODELS])
+@pytest.mark.parametrize("name", MODELS)
 def test_families_generate_as_transformers(name, tp_size, tmp_path):
     model = write_model(name, tmp_path / "hf")
     llmc.compile(tmp_path / "hf", tmp_path / "case", tp_size=tp_size)
@@ -59,15 +70,6 @@ def test_families_generate_as_transformers(name, tp_size, tmp_path):
             prompts.append({"prompt": f"{own}{own}", "audio": clips(2, longer=3.2)})
         for prompt, completion in zip(prompts, llm.generate(prompts, GREEDY), strict=True):
             assert_generates(model, llm, prompt, completion)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Qwen2-Audio as transformers' model, and its case directory."""
-    folder = tmp_path_factory.mktemp("qwen2_audio")
-    made = write_model("qwen2_audio", folder / "hf")
-    llmc.compile(folder / "hf", folder / "case")
-    return made, folder / "case"
 
 
 # A chunk ends within a clip; blocks are short; one clip at a time fits into the cache.
