@@ -78,7 +78,8 @@ class ServerLimits:
             raise LlmcError(f"max_seqs_per_key is {self.max_seqs_per_key}, expected at least 1; "
                             f"give a larger number, or leave it out")
         for name in ("max_request_bytes", "max_media_request_bytes", "request_timeout",
-                     "body_timeout", "drain_timeout", "header_timeout", "write_timeout", "stall_timeout"):
+                     "body_timeout", "drain_timeout", "header_timeout", "write_timeout",
+                     "stall_timeout"):
             if not getattr(self, name) > 0:
                 raise LlmcError(f"{name} is {getattr(self, name)}, expected more than 0; give a "
                                 f"larger number")

@@ -70,9 +70,9 @@ def speech_options(command: Command) -> Command:
     for name, given in reversed(_OPTIONS.items()):
         command = click.option(f"--{name}", **given)(command)
     return click.option("--audio", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
-                        help="Audio file; may be repeated. Speech models transcribe it, with --prompt as "
-                             "a text before it, for names and style. Others take it in each "
-                             "prompt, as --image.")(command)
+                        help="Audio file; may be repeated. Speech models transcribe it, with "
+                             "--prompt as a text before it, for names and style. Others take it "
+                             "in each prompt, as --image.")(command)
 
 
 def pop_speech_options(options: dict[str, Any]) -> SpeechInput | None:
