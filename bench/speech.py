@@ -30,12 +30,13 @@ from typing import Any
 import numpy as np
 
 RATE, SECONDS = 16_000, 30
-TEXT = ("The quick brown fox jumps over the lazy dog. A model of a language predicts the next word. "
-        "On Monday morning the train to London leaves at a quarter past nine. Please bring two "
-        "bottles of water and a map of the city. The weather in the north will be cold and dry. "
-        "Our engineers measured the time of every step and found that memory was the limit. "
-        "She opened the window and listened to the rain. There are seven days in a week and "
-        "twelve months in a year. The museum is closed on Tuesday. He wrote a long letter.")
+TEXT = ("The quick brown fox jumps over the lazy dog. A model of a language predicts the next "
+        "word. On Monday morning the train to London leaves at a quarter past nine. Please "
+        "bring two bottles of water and a map of the city. The weather in the north will be "
+        "cold and dry. Our engineers measured the time of every step and found that memory "
+        "was the limit. She opened the window and listened to the rain. There are seven days "
+        "in a week and twelve months in a year. The museum is closed on Tuesday. He wrote a "
+        "long letter.")
 OWN: dict[str, dict[str, Any]] = {
     "llmc float32": {}, "llmc int8": dict(quantize="int8", quantize_activations=True)}
 PEERS = ("faster-whisper float32", "faster-whisper int8", "whisper.cpp float32",
