@@ -41,7 +41,7 @@ def tiny_model(name: str, row: int, vocab_size: int) -> torch.nn.Module:
     base = CONFIG_MAPPING[name]()
 
     def sized(config: Any, sizes: dict[str, Any]) -> dict[str, Any]:
-        known = config.to_dict()
+        known = {key: value for key, value in config.to_dict().items() if key != "layer_types"}
         return {**known, **{key: value for key, value in sizes.items() if key in known}}
 
     config = type(base)(
