@@ -18,6 +18,7 @@ from transformers import AutoModelForMultimodalLM
 from llmc.artifacts.manifest import MEDIA_ROWS
 from llmc.compiler.frontend.image import Arrays, export_encoder, use_encoder_attention
 from llmc.compiler.frontend.parts import Part, build
+from llmc.compiler.frontend.position_grid import has_positions_by_axis
 from llmc.compiler.frontend.reproducible import Reproducible
 from llmc.compiler.frontend.trace import root_cause
 from llmc.errors import LlmcError
@@ -46,6 +47,10 @@ def trace_audio(config: Any, samples: Sequence[Arrays], row_token: int) -> onnx.
     try:
         with init_empty_weights(include_buffers=False), Reproducible():
             model: Any = build(config, AUDIO, False)
+        if has_positions_by_axis(model):
+            raise LlmcError(f"'{config.model_type}' has positions by axis, which llmc does not "
+                            f"support with audio; compile the language model alone with "
+                            f"--language_model_only")
         encoder = _Encoder(model, [*samples[0]], row_token).eval()
         inputs = {name: [sample[name] for sample in samples] for name in samples[0]}
         return export_encoder(model, encoder, inputs, [MEDIA_ROWS])

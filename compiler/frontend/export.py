@@ -150,7 +150,12 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
             image = export_image(complete, all_tensors, origin, media, names, grid)
             mark_deep_embeds(graphs[0], model, image)
         if media is not None and media.audio is not None:
-            audio = export_audio(complete, all_tensors, origin, media, names)
+            try:
+                audio = export_audio(complete, all_tensors, origin, media, names)
+            except LlmcError as error:
+                if not takes_images:
+                    raise
+                notes.append(f"input of audio is not supported: {error}")
 
         draft = export_mtp(config, completed, origin, graphs[0], names, trust_remote_code) \
             if mtp else ()

@@ -66,6 +66,9 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
     decoded = read_quantized(directory, _plain_config(directory),
                              lambda: open_checkpoint(directory, allow_pickle))
     config = read_config(directory, trust_remote_code)  # imports transformers: seconds
+    if getattr(config, "thinker_config", None) is not None:
+        raise LlmcError(f"'{config.model_type}' has its language model in thinker_config, beside a "
+                        f"model that speaks, which llmc does not support; use another model")
     generation = _generation(directory)
     if config.is_encoder_decoder and not generation:  # as transformers does
         from transformers import GenerationConfig
@@ -89,6 +92,8 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
     exported = export(config, decoded.tensors, str(directory), linear=decoded.linear,
                       trust_remote_code=trust_remote_code, mtp=mtp, pooling=plan,
                       takes_embeds=takes_embeds, media=processor if media else None)
+    if media and exported.audio is None and processor is not None:
+        processor = processor.model_copy(update={"audio": None})
     if exported.features is not None and processor is not None:
         _check_features(exported.features, processor, directory)
     if plan is not None and exported.max_tokens is not None:

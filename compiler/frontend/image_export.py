@@ -15,6 +15,7 @@ from llmc.compiler.frontend.audio import AUDIO
 from llmc.compiler.frontend.bind import Checkpoint, attach_weights
 from llmc.compiler.frontend.image import IMAGE, trace_image
 from llmc.compiler.frontend.parts import build, text_config
+from llmc.compiler.frontend.position_grid import has_positions_by_axis
 from llmc.compiler.frontend.raw import RawImageEncoder
 from llmc.compiler.frontend.trace import to_graph
 from llmc.compiler.graph.weights import Weight
@@ -73,9 +74,7 @@ def check_language_model(config: Any, description: ProcessorDescription) -> None
             (image is not None and overlay
              and getattr(text, "use_bidirectional_attention", False) is not None,
              "tokens of an image that see each other"),
-            (description.audio is not None and any(
-                hasattr(module, "get_rope_index") for module in model.modules()),
-             "positions by axis"),
+            (image is None and has_positions_by_axis(model), "positions by axis"),
             (getattr(text, "hidden_size_per_layer_input", 0), "per-layer inputs of token ids")):
         if found:
             raise LlmcError(f"'{config.model_type}' has {words}, which llmc does not support with "
