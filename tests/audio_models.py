@@ -63,7 +63,8 @@ def write_model(name: str, directory: Path) -> torch.nn.Module:
     model.save_pretrained(directory)
     placeholder = tokenizer.id_to_token(row)
     (directory / "chat_template.jinja").write_text(TEMPLATE.replace("AUDIO", placeholder))
-    assert json.loads((directory / "config.json").read_text())["audio_token_id"] == row
+    config = json.loads((directory / "config.json").read_text())
+    assert config.get("audio_token_id", config.get("audio_token_index")) == row
     return model
 
 

@@ -73,9 +73,10 @@ class _Encoder(torch.nn.Module):
     def forward(self, *arrays: torch.Tensor) -> torch.Tensor:
         ids = torch.full((1, _PROMPT), self._row_token, dtype=torch.int64)
         with _rows_raised():
-            try:
-                self.model(input_ids=ids, attention_mask=torch.ones_like(ids),
-                           **dict(zip(self._names, arrays, strict=True)))
+            try:  # not called as modules, whose calls the exporter follows to their ends
+                self.model.base_model.forward(
+                    input_ids=ids, attention_mask=torch.ones_like(ids),
+                    **dict(zip(self._names, arrays, strict=True)))
             except _Rows as found:
                 return found.rows.reshape(-1, found.rows.shape[-1])
         raise LlmcError("its code puts no rows into the prompt by masked_scatter")

@@ -19,9 +19,9 @@ from llmc.compiler.graph.weights import Weight
 from llmc.runtime.multimodal.items import MediaItem
 from llmc.runtime.multimodal.processor import Processor, ProcessorDescription
 
-# Seconds of the clips that show which axes of a processor's arrays are dynamic. The first has
-# several windows, as torch's exporter takes a size of 1 for a constant.
-_SECONDS = (70.0, 40.0, 21.3, 5.03)
+# Lengths of the clips that show which axes of a processor's arrays are dynamic, in windows of its
+# feature extractor. The first has several, as torch's exporter takes a size of 1 for a constant.
+_WINDOWS = (2.33, 1.33, 0.71, 0.17)
 
 
 def export_audio(config: Any, tensors: Mapping[str, Weight], origin: str,
@@ -54,6 +54,6 @@ def _samples(processor: Processor) -> Sequence[MediaItem]:
     """What the processor gives for clips of several lengths."""
     audio = processor.description.audio
     assert audio is not None
-    rate, most = audio.extractor.sampling_rate, audio.max_samples()
-    return processor.process_audio([np.zeros(int(seconds * rate), np.float32)
-                                    for seconds in _SECONDS if seconds * rate <= most])
+    lengths = [int(count * audio.extractor.max_samples()) for count in _WINDOWS]
+    return processor.process_audio([np.zeros(length, np.float32) for length in lengths
+                                    if length <= audio.max_samples()])

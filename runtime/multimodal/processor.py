@@ -78,9 +78,10 @@ class AudioInputs(BaseModel):
 
     def max_samples(self) -> int:
         """Samples of the longest clip that transformers does not truncate."""
-        seconds = None if self.prompt is None else self.prompt.max_seconds()
-        return self.extractor.max_samples() if seconds is None else \
-            int(seconds * self.extractor.sampling_rate)
+        if self.prompt is None:
+            return self.extractor.max_samples()
+        rate = self.extractor.sampling_rate
+        return int(self.prompt.max_seconds(self.extractor.max_samples() / rate) * rate)
 
 
 class ProcessorDescription(BaseModel):

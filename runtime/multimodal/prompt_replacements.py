@@ -319,9 +319,13 @@ class AudioTokenReplacement(PromptReplacement):
 
     audio_token: str
 
-    def max_seconds(self) -> float | None:
-        """Length of the longest clip that transformers does not truncate; None: the extractor's."""
-        return None
+    def max_seconds(self, window: float) -> float:
+        """Length of the longest clip that transformers does not truncate.
+
+        Args:
+            window: length of the extractor's window in seconds.
+        """
+        return window
 
     @property
     def placeholder(self) -> str:
@@ -359,8 +363,8 @@ class _WindowsReplacement(AudioTokenReplacement):
 
     max_audio_len: float = Field(600, gt=0)  # seconds
 
-    def max_seconds(self) -> float:
-        return self.max_audio_len
+    def max_seconds(self, window: float) -> float:
+        return self.max_audio_len // window * window
 
 
 class AudioFlamingo3Replacement(_WindowsReplacement):
@@ -392,7 +396,7 @@ class VoxtralReplacement(AudioTokenReplacement):
     audio_token: str = "[AUDIO]"
     begin_audio_token: str = "[BEGIN_AUDIO]"
 
-    def max_seconds(self) -> float:
+    def max_seconds(self, window: float) -> float:
         return MAX_SECONDS
 
     def text(self, arrays: Arrays, processor: Any) -> str:

@@ -9,12 +9,12 @@ from transformers_processors import load_processor, text_of
 
 from llmc.errors import LlmcError
 
-TOLERANCE = 5e-5  # transformers computes features in float32
+TOLERANCE = 1e-4  # transformers computes features in float32
 
 
 @pytest.mark.parametrize(("family", "seconds"), [
     ("qwen2_audio", SECONDS), ("qwen2_audio", (30.0,)), ("audioflamingo3", (0.5,)),
-    ("audioflamingo3", (31.7,)), ("glmasr", (3.21,)), ("glmasr", (60.01,))])
+    ("audioflamingo3", (31.7,)), ("glmasr", (3.21,)), ("glmasr", (59.99,))])
 def test_clips_give_the_features_and_tokens_of_transformers(family, seconds, checkpoints,
                                                             processors):
     own, (folder, tokenizer) = processors[family], checkpoints[family]
@@ -48,5 +48,5 @@ def test_voxtral_computes_features_before_it_cuts_windows(seconds, processors):
 
 
 def test_longer_clips_than_transformers_reads_are_refused(processors):
-    with pytest.raises(LlmcError, match="takes at most 65 s; split it"):
-        processors["glmasr"].process_audio([np.zeros(66 * 16_000, np.float32)])
+    with pytest.raises(LlmcError, match="takes at most 60 s; split it"):
+        processors["glmasr"].process_audio([np.zeros(61 * 16_000, np.float32)])
