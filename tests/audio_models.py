@@ -11,7 +11,7 @@ import families
 import numpy as np
 import torch
 from processor_checkpoints import FAMILIES, speech_of, write_checkpoint
-from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM
+from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
 
 MODELS = ("qwen2_audio", "voxtral", "audioflamingo3", "glmasr")
 WINDOW = 2  # seconds, of 30 in published checkpoints
@@ -48,8 +48,9 @@ def tiny_model(name: str, row: int, vocab_size: int) -> torch.nn.Module:
         audio_config=sized(base.audio_config, _AUDIO),
         text_config=sized(base.get_text_config(), {**_TEXT, "vocab_size": vocab_size}),
         audio_token_id=row)
-    return families.randomized(
-        AutoModelForMultimodalLM.from_config(config, attn_implementation="eager"))
+    # transformers lists this decoder there.
+    auto = AutoModelForSeq2SeqLM if name == "audioflamingo3" else AutoModelForMultimodalLM
+    return families.randomized(auto.from_config(config, attn_implementation="eager"))
 
 
 def write_model(name: str, directory: Path) -> torch.nn.Module:

@@ -13,18 +13,16 @@ from typing import Any
 import onnx
 import torch
 from accelerate import init_empty_weights
-from transformers import AutoModelForMultimodalLM
 
 from llmc.artifacts.manifest import MEDIA_ROWS
 from llmc.compiler.frontend.image import Arrays, export_encoder, use_encoder_attention
-from llmc.compiler.frontend.parts import Part, build
+from llmc.compiler.frontend.parts import AUDIO, build
 from llmc.compiler.frontend.position_grid import has_positions_by_axis
 from llmc.compiler.frontend.reproducible import Reproducible
 from llmc.compiler.frontend.trace import root_cause
 from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted
 
-AUDIO = Part("model of audio and text", (), causal=False, auto=AutoModelForMultimodalLM)
 _PROMPT = 4  # tokens of rows; several, as some models read one as a clip that is not expanded
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmc.compiler.frontend.audio import AUDIO, trace_audio
+from llmc.compiler.frontend.audio import trace_audio
 from llmc.compiler.frontend.bind import Checkpoint, attach_weights
 from llmc.compiler.frontend.image_export import name_sizes
-from llmc.compiler.frontend.parts import build
+from llmc.compiler.frontend.parts import AUDIO, build
 from llmc.compiler.frontend.raw import RawAudioEncoder
 from llmc.compiler.frontend.trace import to_graph
 from llmc.compiler.graph.weights import Weight

@@ -112,18 +112,18 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
 
 def _media_of(config: Any, directory: Path) -> tuple[Modality, ...]:
     """Kinds of items that prompts of a checkpoint with a processor may have."""
-    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
-    if config.is_encoder_decoder or \
-            not any((directory / name).is_file() for name in _PROCESSOR_FILES):
-        return ()
-    found: list[Modality] = []
-    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING \
-            and getattr(config, "vision_config", None) is not None:
-        found.append("image")
-    if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING \
-            and getattr(config, "audio_config", None) is not None:
-        found.append("audio")
-    return tuple(found)
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    from llmc.compiler.frontend.parts import multimodal_class
+    images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    takers: dict[Modality, bool] = {
+        "image": images and getattr(config, "vision_config", None) is not None,
+        # A class for text alone is used if there is one.
+        "audio": multimodal_class(config) is not None
+        and (images or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING)
+        and getattr(config, "audio_config", None) is not None}
+    return tuple(kind for kind, takes in takers.items() if takes) \
+        if any((directory / name).is_file() for name in _PROCESSOR_FILES) else ()
 
 
 def _describe_media(directory: Path, tokenizer: Path,

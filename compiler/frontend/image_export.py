@@ -11,10 +11,9 @@ import onnx_graphsurgeon as gs
 import torch
 
 from llmc.artifacts.manifest import PositionGrid
-from llmc.compiler.frontend.audio import AUDIO
 from llmc.compiler.frontend.bind import Checkpoint, attach_weights
 from llmc.compiler.frontend.image import IMAGE, trace_image
-from llmc.compiler.frontend.parts import build, text_config
+from llmc.compiler.frontend.parts import AUDIO, build, text_config
 from llmc.compiler.frontend.position_grid import has_positions_by_axis
 from llmc.compiler.frontend.raw import RawImageEncoder
 from llmc.compiler.frontend.trace import to_graph
