@@ -7,6 +7,7 @@ own code runs up to that call, with a clip alone, and the rows are the encoder's
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from llmc.compiler.frontend.trace import root_cause
 from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted
 
+_CHECK = "torch_compilable_check"  # transformers' function for checks of values
 _PROMPT = 4  # tokens of rows; several, as some models read one as a clip that is not expanded
 
 
@@ -70,7 +72,7 @@ class _Encoder(torch.nn.Module):
 
     def forward(self, *arrays: torch.Tensor) -> torch.Tensor:
         ids = torch.full((1, _PROMPT), self._row_token, dtype=torch.int64)
-        with _rows_raised():
+        with _rows_raised(self.model):
             try:  # not called as modules, whose calls the exporter follows to their ends
                 self.model.base_model.forward(
                     input_ids=ids, attention_mask=torch.ones_like(ids),
@@ -89,16 +91,25 @@ class _Rows(Exception):
 
 
 @contextlib.contextmanager
-def _rows_raised() -> Iterator[None]:
-    """Make `masked_scatter` raise the rows; the export holds a lock, see `alone`."""
+def _rows_raised(model: Any) -> Iterator[None]:
+    """Make `masked_scatter` raise the rows; the export holds a lock, see `alone`.
+
+    The model's code does not compare the number of rows with that of their tokens.
+    """
     tensor: Any = torch.Tensor
     original = tensor.masked_scatter
+    module: Any = sys.modules[type(model).__module__]
+    check = getattr(module, _CHECK, None)
 
     def scatter(embeds: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         raise _Rows(rows)
 
     tensor.masked_scatter = scatter
+    if check is not None:
+        setattr(module, _CHECK, lambda *args, **kwargs: None)
     try:
         yield
     finally:
         tensor.masked_scatter = original
+        if check is not None:
+            setattr(module, _CHECK, check)
