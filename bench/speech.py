@@ -36,7 +36,8 @@ TEXT = ("The quick brown fox jumps over the lazy dog. A model of a language pred
         "cold and dry. Our engineers measured the time of every step and found that memory "
         "was the limit. She opened the window and listened to the rain. There are seven days "
         "in a week and twelve months in a year. The museum is closed on Tuesday. He wrote a "
-        "long letter.")
+        "long letter. In the evening they went home by bus. The price of coffee has not "
+        "changed since last summer.")
 OWN: dict[str, dict[str, Any]] = {
     "llmc float32": {}, "llmc int8": dict(quantize="int8", quantize_activations=True)}
 PEERS = ("faster-whisper float32", "faster-whisper int8", "whisper.cpp float32",
