@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import importlib.util
 import json
 import os
@@ -130,7 +131,7 @@ def write_ggml(hf: Path, path: Path, dtype: str) -> None:
         file.write(struct.pack("2i", *filters.shape) + filters.tobytes())
         file.write(struct.pack("i", len(vocab)))
         for _, token in vocab:
-            own = bytes(_byte(character) for character in token)
+            own = bytes(_bytes()[character] for character in token)
             file.write(struct.pack("i", len(own)) + own)
         for name, array in load_file(hf / "model.safetensors").items():
             array = array.astype(np.float32)
@@ -145,13 +146,13 @@ def write_ggml(hf: Path, path: Path, dtype: str) -> None:
                        + struct.pack(f"{array.ndim}i", *array.shape[::-1]) + name.encode() + data)
 
 
-def _byte(character: str) -> int:
-    """The byte that a character of a byte-level vocabulary stands for."""
+@functools.cache
+def _bytes() -> dict[str, int]:
+    """The bytes that characters of a byte-level vocabulary stand for."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [own for own in range(256) if own not in plain]
-    known = dict(zip(map(chr, plain), plain, strict=True))
-    known |= {chr(256 + index): own for index, own in enumerate(others)}
-    return known[character]
+    return {chr(own): own for own in plain} | {
+        chr(256 + index): own for index, own in enumerate(others)}
 
 
 def load(side: str, work: Path, source: Path) -> Transcribe:

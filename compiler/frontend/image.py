@@ -23,7 +23,11 @@ import torch
 from accelerate import init_empty_weights
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AutoModelForImageTextToText, vision_utils
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
+    bidirectional_mask_function,
+)
 
 from llmc.artifacts.manifest import MEDIA_ROWS
 from llmc.artifacts.vision_input import GRID, SIZES, UNREAD, VisionInput
@@ -365,7 +369,10 @@ def _replace_splits(thread: int) -> list[tuple[Any, str, Any]]:
 
 def _visible(*sizes: Any, **named: Any) -> Any:
     """Mask function for transformers: sdpa's, which does not look at the values of a mask."""
-    if named.get("attention_mask") is not None:
+    padding = named.get("attention_mask")
+    if padding is not None:
+        if padding.ndim == 2 and named.get("mask_function") is bidirectional_mask_function:
+            return padding[:, None, None].to(torch.bool)
         named["allow_is_bidirectional_skip"] = False
     return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*sizes, **named)
 

@@ -401,7 +401,8 @@ class VoxtralReplacement(AudioTokenReplacement):
 
     def text(self, arrays: Arrays, processor: Any) -> str:
         windows, _, frames = arrays["input_features"].shape
-        return self.begin_audio_token + self.audio_token * (windows * frames // 8)
+        count: int = windows * frames // 8
+        return self.begin_audio_token + self.audio_token * count
 
 
 class Gemma3nAudioReplacement(AudioTokenReplacement):
