@@ -125,8 +125,8 @@ class Report:
     Args:
         name: in model_info.json.
         run: the pass; None: the entry is not of a pass.
-        part: whether it ran on the graph of an encoder, a draft model, or an encoder of images or audio
-            alone.
+        part: whether it ran on the graph of an encoder, a draft model, or an encoder of images or
+            audio alone.
     """
 
     name: str
