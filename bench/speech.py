@@ -170,7 +170,8 @@ def load(side: str, work: Path, source: Path) -> Transcribe:
 
         fast = WhisperModel(str(source), device="cpu", compute_type=dtype, cpu_threads=threads)
         return lambda speech: "".join(own.text for own in fast.transcribe(
-            speech, beam_size=1, temperature=0.0, language="en", condition_on_previous_text=False)[0])
+            speech, beam_size=1, temperature=0.0, language="en",
+            condition_on_previous_text=False)[0])
     from pywhispercpp.model import Model
 
     model = Model(str(work / f"{dtype}.bin"), n_threads=threads, print_progress=False,
