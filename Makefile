@@ -7,7 +7,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Python compiles modules when it imports them, which it does with a few of these.
+# Python compiles modules when it imports them, which it does with a few of these. Every process would compile them
+# again without this, where the environment has the variable.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/pip --quiet --disable-pip-version-check install --no-compile
 PYTEST := $(BIN)/python -m pytest
 BOTH := --numprocesses 2 --dist worksteal

@@ -114,6 +114,10 @@ def _is_absent(value: object) -> bool:
     return value is None
 
 
+def _is_false(value: object) -> bool:
+    return value is False
+
+
 def _is_empty(value: object) -> bool:
     """Whether to omit a tuple, so that manifests without it stay as they were."""
     return value == ()
@@ -357,6 +361,10 @@ class LoraLayer(_Frozen):
     With a `dtype`, adapters are in slots: the inputs are `<name>.lora_down` `[modules, max_loras,
     max_lora_rank, in_features]`, `<name>.lora_up` `[max_loras, out_features, max_lora_rank]` and
     `<name>.lora_ranks` `[max_loras]`.
+
+    If `scaled`, rows and columns of the compiled matrix are those of the modules times scales,
+    which the weight file has as `<name>.lora_row_scale` `[out_features]` and
+    `<name>.lora_column_scale` `[in_features]`, float32.
     """
 
     name: str
@@ -364,6 +372,7 @@ class LoraLayer(_Frozen):
     rows: Annotated[tuple[LayerRows, ...], Field(min_length=1)]
     columns: Annotated[tuple[LayerRows, ...], Field(min_length=1)]
     dtype: Annotated[DTypeName | None, Field(exclude_if=_is_absent)] = None
+    scaled: Annotated[bool, Field(exclude_if=_is_false)] = False
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -377,6 +386,11 @@ class LoraLayer(_Frozen):
     @property
     def out_features(self) -> int:
         return sum(len(run.index) for run in self.rows)
+
+    @property
+    def scales(self) -> tuple[str, str]:
+        """Names of the weights that have the scales of rows and of columns."""
+        return f"{self.name}.lora_row_scale", f"{self.name}.lora_column_scale"
 
     @property
     def inputs(self) -> dict[str, tuple[str, tuple[int | str, ...]]]:
@@ -1157,8 +1171,8 @@ class Manifest(_Frozen):
             if [tensor.name for tensor in program.outputs] != names:
                 raise ValueError(f"chip {chip.rank}: the outputs of the {kind} encoder must be "
                                  f"{', '.join(names)}")
-            for tensor in program.outputs:
-                tensor.require(self.dtype, ("num_embeds", self.embeds_width))
+            for tensor in program.outputs:  # of ONNX Runtime on the host
+                tensor.require("float32", ("num_embeds", self.embeds_width))
         computed = {name for own in (chip.image.computed if chip.image else ())
                     for name in own.names}
         absent = computed - {tensor.name for tensor in (chip.image.inputs if chip.image else ())}

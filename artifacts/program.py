@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from llmc import plugins
 from llmc.artifacts.case_files import read_bounded
 from llmc.artifacts.manifest import (
+    DEEP_EMBEDS_PREFIX,
     DRAFT_TOKEN_IDS,
     DTYPE_BYTES,
     EMBEDS,
@@ -29,6 +30,7 @@ from llmc.artifacts.manifest import (
     LORA_IDS,
     MANIFEST_NAME,
     POOLED,
+    ROTARY_POSITIONS,
     Chip,
     Count,
     DraftProgram,
@@ -43,6 +45,9 @@ from llmc.artifacts.manifest import (
 )
 from llmc.artifacts.weight_file import WEIGHTS_NAME, StoredWeight, read_weight_header
 from llmc.errors import LlmcError
+from llmc.plugins.add_embeds.op import OP as ADD_EMBEDS
+from llmc.plugins.attention.op import AXES
+from llmc.plugins.input_embeds.op import OP as INPUT_EMBEDS
 
 ALIGNMENT = 16  # bytes, of the offset of every value
 _MAX_BYTES = 32 << 20  # 128 layers take 1 MB
@@ -141,12 +146,20 @@ class ProgramTensor(_Frozen):
                   4: ("", "max_loras", "max_lora_rank", "")}
         return sizes == shapes.get(len(sizes)) and (self.dtype == "int32") == (len(sizes) == 1)
 
+    @property
+    def is_embeds(self) -> bool:
+        """Whether it is an input with rows in place of embeddings, or of deep layers."""
+        return self.kind == "input" and (
+            self.name == EMBEDS or self.name.startswith(DEEP_EMBEDS_PREFIX))
+
     def _is_input(self) -> bool:
-        rows = {EMBEDS: "num_embeds", INPUT_FEATURES: "num_tokens"}
-        if self.name in rows:
+        if self.is_embeds or self.name == INPUT_FEATURES:
+            rows = "num_embeds" if self.is_embeds else "num_tokens"
             return self.dtype in _FLOATS and len(self.shape) == 2 and \
-                self.shape[0] == rows[self.name] and isinstance(self.shape[1], int)
-        known = {**ENGINE_INPUTS, MEMORY_ROWS: ("int64", ("num_tokens",))}
+                self.shape[0] == rows and isinstance(self.shape[1], int)
+        known: dict[str, tuple[str, plugins.Shape]] = {
+            **ENGINE_INPUTS, MEMORY_ROWS: ("int64", ("num_tokens",)),
+            ROTARY_POSITIONS: ("int32", ("num_tokens", AXES))}
         if self.name not in known:
             return False
         dtype, shape = known[self.name]
@@ -269,7 +282,9 @@ class Program(_Frozen):
             raise ValueError(f"the logits are {result.name!r} {list(result.shape)}, expected "
                              f"num_logits rows")
         mismatch = {*self.named("input")} - (
-            {*ENCODER_INPUTS, MEMORY_ROWS} if self.of_encoder else {*ENGINE_INPUTS, EMBEDS})
+            {*ENCODER_INPUTS, MEMORY_ROWS} if self.of_encoder else
+            {*ENGINE_INPUTS, ROTARY_POSITIONS,
+             *(tensor.name for tensor in self.tensors if tensor.is_embeds)})
         if self.of_encoder:
             mismatch |= {*self.named("cache", "state")}
         if mismatch:
@@ -444,7 +459,7 @@ class Program(_Frozen):
         for name, tensor in given.items():
             if name in ("lora_down", "lora_up", "lora_ranks"):
                 fits = tensor.kind == "adapters" and tensor.dtype in ("int32", dtype)
-            elif name == "lora_part":
+            elif name in ("lora_part", "rotary_axes"):
                 fits = (tensor.kind, tensor.dtype) == ("weight", "int32")
             elif name in op.integer_inputs:
                 fits = (tensor.kind == "input" and tensor.name in _INPUTS.get(name, (name,))) \
@@ -463,7 +478,7 @@ class Program(_Frozen):
             else:
                 fits = tensor.dtype == dtype and (
                     tensor.kind in ("weight", "memory", "columns") or _has_rows(tensor)
-                    or (tensor.kind, tensor.name) == ("input", name))
+                    or (name == EMBEDS and tensor.is_embeds))
             if tensor.kind == "columns":
                 fits = fits and name in {role.input for role in op.columns}
             # With key_starts, rows are indices into the encoder output.
@@ -514,9 +529,9 @@ class Program(_Frozen):
         last.update(dict.fromkeys(
             (self.logits, *(number for _, number in self._features())), len(self.nodes)))
         for node in reversed(self.nodes):
-            # If all rows have logits, or no token has a row in place of its embedding, the engine
-            # skips this node, and readers of its output read its first input.
-            if node.op in ("Gather", "InputEmbeds"):
+            # If all rows have logits, or no token has a row of embeds, the engine skips this node,
+            # and readers of its output read its first input.
+            if node.op in ("Gather", INPUT_EMBEDS.name, ADD_EMBEDS.name):
                 last[node.inputs[0]] = max(last[node.inputs[0]], last[node.outputs[0]])
         return last
 
@@ -832,14 +847,17 @@ def _check_names(programs: Sequence[Program], chip: Chip) -> None:
 
 
 def _check_ranks(ranks: Sequence[Mapping[Part, Program]], manifest: Manifest) -> None:
-    """Check that ranks have the same collectives, and that the manifest lists their ops."""
+    """Check that ranks have the same collectives, and that the manifest lists their ops.
+
+    It may list others of an image encoder.
+    """
     for rank, programs in enumerate(ranks):
         for first, program in zip(ranks[0].values(), programs.values(), strict=True):
             if _collectives(program) != _collectives(first):
                 raise ValueError(f"chips 0 and {rank} have different collectives")
     used = {node.op for programs in ranks for program in programs.values()
             for node in program.nodes} & {*plugins.registry()}
-    mismatch = used ^ manifest.ops.keys()
+    mismatch = used - manifest.ops.keys() if manifest.image else used ^ manifest.ops.keys()
     if mismatch:
         op = min(mismatch)
         raise ValueError(f"{op!r} is {'not ' if op not in used else ''}in the programs, but "

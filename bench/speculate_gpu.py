@@ -117,18 +117,18 @@ def always_0(directory: Path, zero: float = 0.0) -> None:
                 file.write(value.to_bytes(2, "little", signed=True) * ((end - start) // 2))
 
 
-def biased(rate: float, vocab: int, count: int) -> llmc.SamplingParams:
+def biased(rate: float, vocab: int, count: int, seed: int) -> llmc.SamplingParams:
     """Sampling of token 0 with this probability among equal logits."""
     bias = {0: math.log(rate / (1 - rate) * (vocab - 1))} if rate else {}
     return llmc.SamplingParams(max_tokens=count, ignore_eos=True, temperature=1.0, logit_bias=bias,
-                               seed=1)
+                               seed=seed)
 
 
 def compare(llm: llmc.LLM, vocab: int, method: str, prompts: Sequence[Sequence[int]],
             counts: Sequence[int], rate: float, repeats: int) \
         -> tuple[list[float], list[float], float]:
     """Tokens per second without and with drafts, by run, and the acceptance length."""
-    params = [biased(rate, vocab, count) for count in counts]
+    params = [biased(rate, vocab, count, seed) for seed, count in enumerate(counts)]
     loop = llm._loops[0]
     planner = loop._scheduler.drafts
     assert planner is not None
@@ -149,7 +149,7 @@ def compare(llm: llmc.LLM, vocab: int, method: str, prompts: Sequence[Sequence[i
 
 def prepare(work: Path, name: str, quantize: str, draft: bool) -> Path:
     """Return the case directory; write the model and compile it if absent."""
-    case = work / f"{name}-{quantize}{'-draft' if draft else ''}"
+    case = work / f"{name}-{quantize or 'stored'}{'-draft' if draft else ''}"
     if case.is_dir():
         return case
     hf = work / name
@@ -182,9 +182,14 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path)
     parser.add_argument("--model", choices=MODELS, required=True)
-    parser.add_argument("--quantize", default="none")
+    parser.add_argument("--quantize", default="", help="as stored without it; none: dequantized")
     parser.add_argument("--draft", action="store_true")
     parser.add_argument("--compile_only", action="store_true")
+    numbers = {"type": lambda text: [*map(float, text.split(",") if text else [])]}
+    parser.add_argument("--batches", type=lambda text: [*map(int, text.split(","))],
+                        default=[1, 4, 16, 64])
+    parser.add_argument("--rates", **numbers, default=RATES)
+    parser.add_argument("--request_rates", **numbers, default=RATES[::2])
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     print(bench_model.environment("torch", "transformers"), torch.cuda.get_device_name(), "\n",
@@ -208,12 +213,12 @@ def main() -> None:
                       flush=True)
         print("\n| work | rate of drafts | plain (tokens/s) | with drafts | ratio | "
               "acceptance length |\n" + "| --- " * 6 + "|")
-        for batch in (1, 4, 16, 64):
+        for batch in arguments.batches:
             prompts = [[i + 11, *range(100, 227)] for i in range(batch)]
-            for rate in RATES:
+            for rate in arguments.rates:
                 row(llm, vocab, method, f"{batch} sequences", prompts, [256] * batch, rate, 2)
         prompts, counts = vllm_gpu.workload()
-        for rate in RATES[::2]:
+        for rate in arguments.request_rates:
             row(llm, vocab, method, "512 requests", prompts, counts, rate, 2)
 
 

@@ -19,6 +19,7 @@ from llmc.artifacts.manifest import (
     hash_file,
     read_manifest,
 )
+from llmc.artifacts.weight_file import WEIGHTS_NAME, StoredWeight, read_weight_header
 from llmc.compiler.artifact import write_weights
 from llmc.compiler.frontend.peft import (
     ExpertFactors,
@@ -68,7 +69,7 @@ def compile_adapter(peft_dir: str | Path, case_dir: str | Path, output: str | Pa
         for chip in manifest.chips:
             path = directory / adapter_weights(chip.rank)
             path.parent.mkdir()
-            entry = write_weights([], path, _chip_weights(chip, pairs))[1]
+            entry = write_weights([], path, _chip_weights(chip, pairs, case_dir))[1]
             files.append(entry.model_copy(update={"path": adapter_weights(chip.rank)}))
         info = AdapterInfo(
             format_version=1, llmc_version=__version__,
@@ -134,16 +135,35 @@ def _module_sizes(layers: Iterable[LoraLayer]) -> dict[str, tuple[int, int]]:
     return sizes
 
 
-def _chip_weights(chip: Chip, pairs: Mapping[str, LowRank]) -> dict[str, Weight]:
-    """Return the matrices of a chip's layers by input name."""
+def _chip_weights(chip: Chip, pairs: Mapping[str, LowRank], case_dir: Path) -> dict[str, Weight]:
+    """Return the matrices of a chip's layers by input name.
+
+    Raises:
+        LlmcError: the base's weight file lacks the scales of a layer.
+    """
     weights: dict[str, Weight] = {}
+    base = case_dir / chip.path / WEIGHTS_NAME
+    header = read_weight_header(base) if any(layer.scaled for layer in chip.lora) else {}
     for layer in chip.lora:
         own = [module for module in layer.modules if module in pairs]
         if own:
             left, right = _matrices(layer, own, pairs)
+            if layer.scaled:
+                rows, columns = (_read_scale(base, name, header.get(name), count) for name, count in
+                                 zip(layer.scales, (layer.out_features, layer.in_features),
+                                     strict=True))
+                left, right = left * columns, right * rows
             weights |= {f"{layer.name}.lora_a": Weight.of(left),
                         f"{layer.name}.lora_b": Weight.of(right)}
     return weights
+
+
+def _read_scale(path: Path, name: str, stored: StoredWeight | None, count: int) -> np.ndarray:
+    """Read a weight float32 [count]."""
+    if stored is None or (stored.dtype, tuple(stored.shape)) != ("float32", (count,)):
+        raise LlmcError(f"'{path}' has no weight '{name}', float32 [{count}], by which the "
+                        f"adapter's matrices are scaled; compile the base again")
+    return np.fromfile(path, np.float32, count, offset=stored.start)
 
 
 def _matrices(layer: LoraLayer, modules: Sequence[str], pairs: Mapping[str, LowRank]) -> \

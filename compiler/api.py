@@ -234,6 +234,8 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
         files.extend(_inside(chip.path, written))
     tokenizer = _write_tokenizer(raw, directory, lowered.dims.vocab_size)
     files.extend(_tokenizer_files(directory))
+    if tokenizer.path is None:
+        options.progress(Note("the model has no tokenizer: it takes and returns token ids"))
     if raw.processor is not None:
         (directory / PROCESSOR).write_text(raw.processor.model_dump_json())
         files.append(file_entry(directory / PROCESSOR))

@@ -38,7 +38,7 @@ from llmc.artifacts.vision_input import VisionInput
 from llmc.artifacts.weight_file import WEIGHTS_NAME as WEIGHTS_NAME
 from llmc.compiler.graph.rewrite import caches, fields_of, is_llmc, op_of, operands, state_of
 from llmc.compiler.graph.weights import Weight
-from llmc.compiler.passes.lora import describe_lora
+from llmc.compiler.passes.lora import describe_lora, lora_scales
 
 _ALIGNMENT = 4096
 _SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64",
@@ -57,6 +57,8 @@ def write_weights(graphs: Sequence[gs.Graph], path: Path, others: Mapping[str, W
         tuple[dict[str, Placed], FileEntry]:
     """Stream the weights of a chip's graphs into a safetensors file, by blocks of rows.
 
+    The scales of layers that take adapters follow (`LoraLayer.scales`).
+
     Args:
         graphs: the graphs.
         path: the file.
@@ -71,6 +73,8 @@ def write_weights(graphs: Sequence[gs.Graph], path: Path, others: Mapping[str, W
             if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight):
                 present = weights.setdefault(tensor.name, tensor._values)
                 assert present is tensor._values, f"two weights are named '{tensor.name}'"
+    for graph in graphs:
+        weights |= lora_scales(graph)
     weights |= others
     header: dict[str, dict[str, object]] = {}
     spans: dict[str, tuple[int, int]] = {}

@@ -32,7 +32,7 @@ from llmc.compiler.graph.rewrite import (
     tidy,
 )
 from llmc.compiler.graph.verify import verify
-from llmc.compiler.options import CompileOptions
+from llmc.compiler.options import LANGUAGE_MODEL_ONLY, CompileOptions
 from llmc.compiler.passes.adapters import adapters
 from llmc.compiler.passes.attention import attention
 from llmc.compiler.passes.blocks import blocks
@@ -299,7 +299,7 @@ def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = No
     if options.enable_prompt_embeds or raw.media_graphs:
         require_one_reader(raw.graph, raw.architecture, "leave out --enable_prompt_embeds"
                            if options.enable_prompt_embeds else
-                           "compile the language model alone with --language_model_only")
+                           LANGUAGE_MODEL_ONLY)
     if raw.pooling is not None:
         dims, pooling = describe_pooled(raw, settings.max_seq_len)
         return Fused(graphs, reports, settings, dims, pooling=pooling)

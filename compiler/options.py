@@ -29,8 +29,9 @@ _DTYPES = {"fp8": "float8_e4m3fn"}  # values of --quantize that differ from the 
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _HEADS = {"int4": "int8", "uint4": "int8"}  # SmolLM2 in int4: perplexity 39.1, not 43.4
 
-
 TASKS = ("generate", "embed", "classify", "token_classify")
+# How errors advise to compile a model whose images are unsupported.
+LANGUAGE_MODEL_ONLY = "compile the language model alone with --language_model_only"
 
 
 @dataclass(frozen=True)

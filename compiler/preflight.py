@@ -15,7 +15,7 @@ from llmc.compiler.frontend.checkpoint import read_json
 from llmc.compiler.frontend.draft import DraftSource, refuse_target
 from llmc.compiler.frontend.huggingface import find_directory
 from llmc.compiler.frontend.raw import architecture_of, token_ids
-from llmc.compiler.options import OPTIONS, TASKS, CompileOptions
+from llmc.compiler.options import LANGUAGE_MODEL_ONLY, OPTIONS, TASKS, CompileOptions
 from llmc.compiler.quant.checkpoint import method_of
 from llmc.compiler.quant.scheme import QUANTIZED_WAYS_OUT, SMALLEST_GROUP
 from llmc.errors import LlmcError
@@ -339,8 +339,9 @@ def _pooled(options: CompileOptions, about: About) -> str | None:
     if about.task == "generate":
         return None
     if not target_spec(options.target).pools:
+        poolers = " or ".join(name for name, target in TARGETS.items() if target.pools)
         return (f"task {about.task} is not supported by target '{options.target}'; compile with "
-                f"--target cpu or cuda")
+                f"--target {poolers}")
     for name, given in (("draft", options.draft), ("calibrate", options.calibrate),
                         ("quantize_lm_head", options.quantize_lm_head),
                         ("mem_max_seq_len", options.mem_max_seq_len)):
@@ -385,11 +386,10 @@ def _enable_prompt_embeds_of(options: CompileOptions, about: About) -> str | Non
 def _media(options: CompileOptions, about: About) -> str | None:
     if not about.media or target_spec(options.target).media_encoders:
         return None
-    takers = " and ".join(name for name, target in TARGETS.items() if target.media_encoders)
+    takers = " or ".join(name for name, target in TARGETS.items() if target.media_encoders)
     names = " and ".join(PLURALS[own] for own in about.media)
     return (f"'{about.name}' takes {names}, which target '{options.target}' does not support; "
-            f"compile with --target {takers}, or the language model alone with "
-            f"--language_model_only")
+            f"compile with --target {takers}, or {LANGUAGE_MODEL_ONLY}")
 
 
 def _draft_of(options: CompileOptions, about: About) -> str | None:

@@ -44,7 +44,7 @@ class TargetSpec:
         adapters: the form in which the engine takes LoRA adapters, rows or slots; see
             llmc.plugins.lora. Empty: it takes none.
         embeds: prompts may have rows in place of embeddings of token ids.
-        media_encoders: the engine runs encoders of images and of audio in prompts.
+        media_encoders: prompts may have images or audio.
         dtypes: dtypes of weights and activations; the last is the fallback of `--dtype auto`.
         kv_dtypes: dtypes of KV caches, in addition to `dtypes`.
         weight_dtypes: dtypes of quantized weights that `--quantize` may produce.
@@ -178,7 +178,7 @@ CUDA = register(TargetSpec(
     gpu=True, kernels=True, runs_program=True, samples_on_device=True, paged=True,
     reads_features=True,
     recurrent_state=True, latent_caches=True, shared_caches=True, drafts=True, adapters="slots",
-    pools=True, embeds=True,
+    pools=True, embeds=True, media_encoders=True,
     dtypes=_FLOATS, kv_dtypes=("float8_e4m3fn",), weight_dtypes=_WEIGHT_DTYPES,
     expert_dtypes=_CUDA_EXPERT_DTYPES,
     group_multiple=32,  # columns per load of csrc/kernels/gemm/packed_gemv.cu
@@ -189,7 +189,7 @@ TENSORRT = register(TargetSpec(
     name="tensorrt", compiler="llmc.compiler.targets.tensorrt",
     engine="llmc.runtime.engines.tensorrt:TensorRTEngine",
     engine_file="engine.plan", encoder_file="encoder.plan",
-    gpu=True, kernels=True, samples_on_device=True, paged=True,
+    gpu=True, kernels=True, samples_on_device=True, paged=True, pools=True,
     dtypes=_FLOATS, kv_dtypes=CUDA.kv_dtypes, weight_dtypes=CUDA.weight_dtypes,
     expert_dtypes=CUDA.expert_dtypes,
     group_multiple=CUDA.group_multiple,

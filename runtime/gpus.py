@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -15,6 +16,7 @@ from llmc.artifacts.manifest import Manifest
 from llmc.runtime.core.step import EngineLimits, Step, StepOutput
 from llmc.runtime.devices import Placement
 from llmc.runtime.engines.cuda import CudaEngine
+from llmc.runtime.engines.media_encoders import MediaEncoders
 from llmc.runtime.engines.remote import RemoteEngine, load_engine
 from llmc.runtime.replica import EngineConfig
 
@@ -27,7 +29,8 @@ class GpuReplica:
     """An `Engine` of one or several GPUs.
 
     The first rank is in this process, each other in a separate one. All run the same steps and
-    sample the same tokens. If one fails, all are ended.
+    sample the same tokens. If one fails, all are ended. Encoders of images and audio run in this process, on
+    all of its CPU cores, before the step that reads its rows is submitted.
 
     Raises:
         LlmcError: see `CudaEngine`.
@@ -44,6 +47,8 @@ class GpuReplica:
             max_lora_rank=config.max_lora_rank)
         self._ranks: list[_Rank] = []
         self._first: CudaEngine
+        self._media = None if not manifest.media else \
+            MediaEncoders(manifest, case_dir, len(os.sched_getaffinity(0)))
         size = manifest.tp_size
         others: dict[int, RemoteEngine] = {}
 
@@ -75,6 +80,8 @@ class GpuReplica:
 
     def submit(self, step: Step) -> int:
         """See `Engine`."""
+        if self._media is not None:
+            step = self._media.fill(step).without_media()
         try:
             for rank in self._others:
                 rank.submit(step)

@@ -113,6 +113,9 @@ def _read_mapping(prompt: Mapping[str, object], name: str) -> _Read:
         LlmcError: its keys or values are invalid; `name` is its name in the message.
     """
     keys = {str(key) for key, value in prompt.items() if value is not None}
+    if "videos" in keys:
+        raise LlmcError(f"{name} has videos, which llmc does not support; give some of their "
+                        f"frames as images")
     media = {own: _read_media(prompt[own], own, name) for own in ("images", "audio") if own in keys}
     if any(media.values()) and keys - set(media) in ({"prompt"}, {"prompt_token_ids"}):
         text = _read_mapping({own: prompt[own] for own in keys - set(media)}, name)

@@ -7,7 +7,7 @@ import base64
 import hashlib
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -30,6 +30,7 @@ from starlette.types import Receive, Scope, Send
 
 from llmc import __version__
 from llmc.errors import LlmcError, shortened
+from llmc.runtime.core.adapters import base_of
 from llmc.runtime.core.transcription import Transcription
 from llmc.runtime.prompts import MediaPrompt
 from llmc.runtime.sampling.sampler import NonFiniteLogits
@@ -114,6 +115,7 @@ _Result = TypeVar("_Result")
 _Kind = TypeVar("_Kind", bound=Body)
 _Generating = TypeVar("_Generating", bound=Generation)
 _Pooling = TypeVar("_Pooling", bound=PoolingBody)
+_Begin = Callable[[ExitStack], Awaitable[Response | AsyncGenerator[bytes, None]]]
 
 
 class _Events(StreamingResponse):
@@ -193,6 +195,7 @@ class Api:
         self._access = access or Access()
         self._large_bodies = LargeBodies()
         self._responses = responses or ResponseStore(0, 1)
+        self._lora_updates = asyncio.Lock()
         self._gates = {model.name: AdmissionGate.of(limits, model.llm.max_num_seqs)
                        for model in models}
         self._metrics = Metrics({
@@ -328,22 +331,44 @@ class Api:
         return JSONResponse(_described(model, model.adapter_of(name)))
 
     async def load_lora_adapter(self, request: Request) -> Response:
-        model, body = await self._read(request, LoadAdapterRequest)
-        if body.lora_name in self.served:
-            raise ApiError(f"lora_name '{shortened(body.lora_name)}' is the name of the model; "
-                           f"give another", param="lora_name")
-        await asyncio.to_thread(model.llm.load_adapter, body.lora_name, body.lora_path)
-        LOGGER.info("loaded an adapter", extra={"fields": {"adapter": body.lora_name}})
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+        body = await self._read_body(request, LoadAdapterRequest)
+        name, wrong = body.lora_name, f"lora_name '{shortened(body.lora_name)}' is"
+        async with self._lora_updates:  # a name is that of one adapter, whatever its model
+            model = await self._base_of(request, body)
+            owner = self._owner(name)
+            if name in self.served:
+                raise ApiError(f"{wrong} the name of the model; give another", param="lora_name")
+            if owner is not None and owner is not model:
+                raise ApiError(f"{wrong} the name of an adapter of '{owner.name}'; give another",
+                               param="lora_name")
+            await asyncio.to_thread(model.llm.load_adapter, name, body.lora_path)
+        LOGGER.info("loaded an adapter", extra={"fields": {
+            "adapter": name, "model": model.name}})
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload_lora_adapter(self, request: Request) -> Response:
-        model, body = await self._read(request, UnloadAdapterRequest)
-        if body.lora_name not in model.llm.adapters:
-            raise ApiError(f"there is no adapter '{shortened(body.lora_name)}'", 404,
-                           param="lora_name")
-        await asyncio.to_thread(model.llm.unload_adapter, body.lora_name)
-        LOGGER.info("unloaded an adapter", extra={"fields": {"adapter": body.lora_name}})
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+        body = await self._read_body(request, UnloadAdapterRequest)
+        name, model = body.lora_name, self._owner(body.lora_name)
+        if model is None or body.model not in (None, model.name):
+            raise ApiError(f"there is no adapter '{shortened(name)}'", 404, param="lora_name")
+        request.scope["llmc.model"] = model
+        await asyncio.to_thread(model.llm.unload_adapter, name)
+        LOGGER.info("unloaded an adapter", extra={"fields": {
+            "adapter": name, "model": model.name}})
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    def _owner(self, adapter: str) -> Model | None:
+        """Return the model that an adapter is loaded for."""
+        return next((own for own in self.served.values() if adapter in own.llm.adapters), None)
+
+    async def _base_of(self, request: Request, body: LoadAdapterRequest) -> Model:
+        """Return the model that the request names, or that its adapter was compiled for."""
+        if body.model is not None or len(self.served) == 1:
+            return self._model_of(request, body.model)
+        bases = {name: model.llm.adapter_base for name, model in self.served.items()
+                 if model.llm.adapter_base}
+        found = await asyncio.to_thread(base_of, body.lora_name, body.lora_path, bases)
+        return self._model_of(request, found)
 
     async def health(self, request: Request) -> Response:
         try:
@@ -388,56 +413,43 @@ class Api:
         model.check_generates()
         self._limits.check_priority(body.priority)
         key = _api_key(request)
-        deadline = asyncio.get_running_loop().time() + self._limits.request_timeout
-        with ExitStack() as stack:
-            stack.enter_context(self._gates[model.name].entered(body.num_sequences, key))
-            stack.enter_context(model.working())
-            try:
-                async with asyncio.timeout_at(deadline):
-                    # The client may disconnect while images are fetched.
-                    job = replace(await _unless_disconnected(request, read(model, body)),
-                                  adapter=model.adapter_of(body.model))
-                    if model.media is not None:
-                        stack.enter_context(model.media.holding(
-                            [own for own in job.with_rows if isinstance(own, MediaPrompt)]))
-                    _check_length(model, job, param)
-                    answer = answered(model, body, job)
-                    stack.callback(lambda: note(
-                        request.scope, prompt_tokens=job.prompt_tokens,
-                        cached_tokens=answer.cached_tokens,
-                        completion_tokens=answer.completion_tokens))
-                    pieces = self._metrics.measured(model.name, job, model.pieces(
-                        job, key, self._limits.cache_salt(key, body.cache_salt)))
-                    if not body.stream:
-                        return Response(await _unless_disconnected(request, answer.json(pieces)),
-                                        media_type="application/json")
-                    events = answer.stream(pieces)
-                    # Most errors of a request occur before its first token, when the status can
-                    # still be set.
-                    first = await _unless_disconnected(request, anext(events))
-            except TimeoutError:
-                raise ApiError(self._timeout_message(), 408, code="timeout") from None
-            return _Events(first, events, deadline, partial(self._error_event, model),
-                           stack.pop_all().close)
-        raise AssertionError  # unreachable, but mypy cannot know
+
+        async def begin(stack: ExitStack) -> Response | AsyncGenerator[bytes, None]:
+            # The client may disconnect while images are fetched.
+            job = replace(await _unless_disconnected(request, read(model, body)),
+                          adapter=model.adapter_of(body.model))
+            if model.media is not None:
+                stack.enter_context(model.media.holding(
+                    [own for own in job.with_rows if isinstance(own, MediaPrompt)]))
+            _check_length(model, job, param)
+            answer = answered(model, body, job)
+            stack.callback(lambda: note(
+                request.scope, prompt_tokens=job.prompt_tokens,
+                cached_tokens=answer.cached_tokens, completion_tokens=answer.completion_tokens))
+            pieces = self._metrics.measured(model.name, job, model.pieces(
+                job, key, self._limits.cache_salt(key, body.cache_salt)))
+            if body.stream:
+                return answer.stream(pieces)
+            return Response(await _unless_disconnected(request, answer.json(pieces)),
+                            media_type="application/json")
+
+        return await self._admit(request, model, body.num_sequences, begin)
 
     async def _pool(self, request: Request, kind: type[_Pooling]) -> Response:
         """Answer a request to an embedding model or classifier."""
         model, body = await self._read(request, kind)
         self._limits.check_priority(body.priority)
         key, started = _api_key(request), time.monotonic()
-        try:
-            with self._gates[model.name].entered(body.num_sequences, key), model.working():
-                async with asyncio.timeout(self._limits.request_timeout):
-                    inputs = await read_inputs(model, body)
-                    lengths = [len(own.token_ids) for own in inputs]
-                    note(request.scope, prompt_tokens=sum(lengths))
-                    content = await _unless_disconnected(
-                        request, pooled_answer(model, body, inputs, key))
-        except TimeoutError:
-            raise ApiError(self._timeout_message(), 408, code="timeout") from None
-        self._metrics.pooled(model.name, lengths, time.monotonic() - started)
-        return Response(content, media_type="application/json")
+
+        async def begin(stack: ExitStack) -> Response:
+            inputs = await read_inputs(model, body)
+            lengths = [len(own.token_ids) for own in inputs]
+            note(request.scope, prompt_tokens=sum(lengths))
+            content = await _unless_disconnected(request, pooled_answer(model, body, inputs, key))
+            self._metrics.pooled(model.name, lengths, time.monotonic() - started)
+            return Response(content, media_type="application/json")
+
+        return await self._admit(request, model, body.num_sequences, begin)
 
     async def _speak(self, request: Request, kind: type[SpeechRequest]) -> Response:
         """Answer a request with speech."""
@@ -448,29 +460,53 @@ class Api:
             note(request.scope, ignored=body.ignored)
         model = self._model_of(request, body.model)
         key, started = _api_key(request), time.monotonic()
-        deadline = asyncio.get_running_loop().time() + self._limits.request_timeout
 
         def finished(result: Transcription) -> None:
             note(request.scope, prompt_tokens=result.prompt_tokens,
                  completion_tokens=result.completion_tokens)
             self._metrics.pooled(model.name, [result.prompt_tokens], time.monotonic() - started)
 
-        with ExitStack() as stack:
-            stack.enter_context(self._gates[model.name].entered(1, key))
-            stack.enter_context(model.working())
+        async def begin(stack: ExitStack) -> Response | AsyncGenerator[bytes, None]:
             chunks = transcribe(model, body, file, key)
+            if body.stream:
+                return speech_events(chunks, finished)
+            result = await _unless_disconnected(request, whole_speech(chunks))
+            finished(result)
+            return Response(speech_answer(body, result),
+                            media_type=MEDIA_TYPES[body.response_format])
+
+        return await self._admit(request, model, 1, begin)
+
+    async def _admit(self, request: Request, model: Model, num_sequences: int, begin: _Begin) -> \
+            Response:
+        """Answer a request to a model within the server's limits.
+
+        Args:
+            request: the request.
+            model: the model, which is not closed before the answer ends.
+            num_sequences: number of sequences, counted by the admission gate.
+            begin: returns the answer, or the events of a stream. Its argument is closed after the
+                last event.
+
+        Raises:
+            ApiError: there are too many requests, or it took too long before the first event.
+            ClientDisconnect: the client has disconnected.
+        """
+        deadline = asyncio.get_running_loop().time() + self._limits.request_timeout
+        with ExitStack() as stack:
+            stack.enter_context(self._gates[model.name].entered(num_sequences, _api_key(request)))
+            stack.enter_context(model.working())
             try:
                 async with asyncio.timeout_at(deadline):
-                    if not body.stream:
-                        result = await _unless_disconnected(request, whole_speech(chunks))
-                        finished(result)
-                        return Response(speech_answer(body, result),
-                                        media_type=MEDIA_TYPES[body.response_format])
-                    events = speech_events(chunks, finished)
-                    first = await _unless_disconnected(request, anext(events))
+                    begun = await begin(stack)
+                    if isinstance(begun, Response):
+                        return begun
+                    # Most errors of a request occur before its first token, when the status can
+                    # still be set.
+                    first = await _unless_disconnected(request, anext(begun))
             except TimeoutError:
                 raise ApiError(self._timeout_message(), 408, code="timeout") from None
-            return _Events(first, events, deadline, partial(self._error_event, model),
+            return _Events(first, begun, deadline, partial(self._error_event, model),
                            stack.pop_all().close)
         raise AssertionError  # unreachable, but mypy cannot know
 
@@ -487,13 +523,17 @@ class Api:
 
     async def _read(self, request: Request, kind: type[_Kind]) -> tuple[Model, _Kind]:
         """Read a request's body, and return the model that it names."""
+        body = await self._read_body(request, kind)
+        return self._model_of(request, body.model), body
+
+    async def _read_body(self, request: Request, kind: type[_Kind]) -> _Kind:
         takes_media = any(own.media is not None for own in self.served.values())
         raw = await self._receive(request, with_media=takes_media and kind.TAKES_MEDIA)
         await next(iter(self.served.values())).offload.check_body(raw)
         body = kind.read(raw)
         if body.ignored:
             note(request.scope, ignored=body.ignored)
-        return self._model_of(request, body.model), body
+        return body
 
     def _model_of(self, request: Request, name: str | None) -> Model:
         """Return the model that a request names, or whose adapter it names.
@@ -505,7 +545,9 @@ class Api:
         model = models[0] if len(models) == 1 else next(
             (own for own in models if name == own.name or name in own.llm.adapters), None)
         if model is None:
+            adapters = sum(len(own.llm.adapters) for own in models)
             names = ", ".join(f"'{own}'" for own in self.served)
+            names += f" and {adapters} adapters" if adapters else ""
             if name is None:
                 raise ApiError(f"the request names no model; this server has {names}: give one of "
                                f"them", param="model")

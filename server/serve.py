@@ -17,8 +17,9 @@ from typing import Any
 
 import uvicorn
 
-from llmc.artifacts.manifest import MANIFEST_NAME
+from llmc.artifacts.manifest import MANIFEST_NAME, hash_file, read_manifest
 from llmc.errors import LlmcError
+from llmc.runtime.core.adapters import base_of
 from llmc.runtime.core.llm import AsyncLLM
 from llmc.runtime.heap import freeze_again
 from llmc.runtime.message_forms import ContentFormat
@@ -72,24 +73,25 @@ def serve(case_dir: str | Path | Sequence[str | Path], *, host: str = "127.0.0.1
         enable_prompt_embeds: take `prompt_embeds` in /v1/completions.
         allow_runtime_lora_updating: let clients load adapters from directories of this machine, and
             unload them, by /v1/load_lora_adapter and /v1/unload_lora_adapter.
-        loading: arguments of `AsyncLLM`, for each model.
+        loading: arguments of `AsyncLLM`, for each model. Of several models, each has those of the
+            `adapters` that were compiled for it.
 
     Raises:
         LlmcError: the address cannot be used, an option is out of range, two models have one name,
-            adapters are given for several models, or see `LLM`.
+            an adapter is of none of several models, or see `LLM`.
     """
     check_parsers(tool_call_parser, reasoning_parser)
     responses = ResponseStore(int(response_store_mb * 1e6), response_store_ttl)
     # The server removes these paths from its errors.
     given = [case_dir] if isinstance(case_dir, str | Path) else case_dir
     served = _named([Path(path).absolute() for path in given], served_model_name)
-    _check_adapters(list(served), loading.get("adapters") or {}, allow_runtime_lora_updating)
+    adapters = _adapters_by_model(served, loading.pop("adapters", None) or {})
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def load(name: str) -> Model:
-        return Model(AsyncLLM(served[name], **loading), name, tool_call_parser, reasoning_parser,
-                     chat_template_content_format, generation_config, enable_prompt_embeds,
-                     media)
+        return Model(AsyncLLM(served[name], adapters=adapters[name], **loading), name,
+                     tool_call_parser, reasoning_parser, chat_template_content_format,
+                     generation_config, enable_prompt_embeds, media)
 
     with _bind(host, port) as bound:
         log_to_stderr()
@@ -117,14 +119,25 @@ def _named(case_dirs: Sequence[Path], names: str | Sequence[str] | None) -> dict
     return dict(zip(each, case_dirs, strict=True))
 
 
-def _check_adapters(names: Sequence[str], adapters: Mapping[str, Any], updates: bool) -> None:
-    """Raise LlmcError if an adapter has a model's name, or several models could have adapters."""
-    if len(names) > 1 and (adapters or updates):
-        option = "adapters are given" if adapters else "allow_runtime_lora_updating is given"
-        raise LlmcError(f"{option} with {len(names)} models, expected one; serve the model with "
-                        f"adapters alone")
-    if names[0] in adapters:
-        raise LlmcError(f"an adapter has the name of the model, '{names[0]}'; give it another")
+def _adapters_by_model(served: Mapping[str, Path], adapters: Mapping[str, str | Path]) -> \
+        dict[str, dict[str, str | Path]]:
+    """Return the adapters of each model: of several models, those compiled for it.
+
+    Raises:
+        LlmcError: an adapter has a model's name, is invalid, or was compiled for no model, or for
+            two equal ones.
+    """
+    for name in adapters:
+        if name in served:
+            raise LlmcError(f"an adapter has the name of the model, '{name}'; give it another")
+    if len(served) == 1:
+        return {name: dict(adapters) for name in served}
+    found: dict[str, dict[str, str | Path]] = {name: {} for name in served}
+    bases = {name: hash_file(path / MANIFEST_NAME) for name, path in served.items()
+             if adapters and read_manifest(path).takes_adapters}
+    for name, path in adapters.items():
+        found[base_of(name, path, bases)][name] = path
+    return found
 
 
 def _for_address(access: Access, bound: socket.socket) -> Access:

@@ -13,7 +13,7 @@ import torch
 from processor_checkpoints import FAMILIES, speech_of, write_checkpoint
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
 
-MODELS = ("qwen2_audio", "voxtral", "audioflamingo3", "glmasr")
+MODELS = ("qwen2_audio", "voxtral", "glmasr")
 WINDOW = 2  # seconds, of 30 in published checkpoints
 _AUDIO: dict[str, Any] = {
     "num_mel_bins": 128, "d_model": 32, "hidden_size": 32, "encoder_layers": 2,

@@ -61,6 +61,33 @@ def merged(model, factors, scale=2.0):
     return model
 
 
+def adapt_ends(model, directory):
+    """Write a PEFT directory that changes the embedding and the head; return the changed model.
+
+    Of a tied embedding and head, each is changed by itself.
+    """
+    rng = np.random.default_rng(3)
+    modules = {id(module): name for name, module in model.named_modules()}
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    vocab, hidden = table.weight.shape
+    left, right, head_left, head_right = (
+        (0.3 * rng.standard_normal(shape)).astype(np.float32)
+        for shape in ((4, vocab), (hidden, 4), (4, hidden), (vocab, 4)))
+    names = [f"{PREFIX}{modules[id(own)]}" for own in (table, head)]
+    save(directory, {}, tensors={
+        f"{names[0]}.lora_embedding_A": left, f"{names[0]}.lora_embedding_B": right,
+        f"{names[1]}.lora_A.weight": head_left, f"{names[1]}.lora_B.weight": head_right,
+        # PEFT saves the base's own, too.
+        **{f"{name}.base_layer.weight": own.weight.detach().numpy().copy()
+           for name, own in zip(names, (table, head), strict=True)}})
+    adapted = copy.deepcopy(model)
+    with torch.no_grad():
+        for own, delta in ((adapted.get_input_embeddings(), (right @ left).T),
+                           (adapted.get_output_embeddings(), head_right @ head_left)):
+            own.weight = torch.nn.Parameter(own.weight + 2 * torch.from_numpy(delta))
+    return adapted
+
+
 def logits_of(model, ids):
     with torch.no_grad():
         return model(torch.tensor([list(ids)])).logits[0].numpy()

@@ -32,6 +32,7 @@ from llmc.runtime.core.step import (
 )
 from llmc.runtime.engines.cuda import extension, lora_limits, step_arrays
 from llmc.runtime.engines.host import HostSampling
+from llmc.runtime.engines.media_encoders import MediaEncoders
 from llmc.runtime.engines.state_slots import StateSlots
 from llmc.runtime.speculation.ngram import NgramDrafter
 
@@ -381,6 +382,10 @@ class Interpreter:
                   "logits_indices": step.logits_indices, "block_table": step.block_tables,
                   "lora_ids": step.lora_ids, "lora_logits_ids": step.lora_ids[step.logits_indices],
                   "embeds": step.embeds.astype(self.dtype), "embed_ids": step.embed_ids,
+                  **{f"deep_embeds_{index}": rows.astype(self.dtype)
+                     for index, rows in enumerate(step.deep_embeds)},
+                  "rotary_positions": step.rotary_positions if len(step.rotary_positions)
+                  else np.repeat(step.position_ids[:, None], 3, axis=1),
                   "token_type_ids": step.token_type_ids if len(step.token_type_ids)
                   else np.zeros_like(step.token_ids), **inputs}
         if self.states and not any(schedule is own for own in self.drafts):
@@ -416,13 +421,14 @@ class Interpreter:
                     schedule.tensors[node.outputs[0]].per_logit and \
                     any(schedule is own for own in self.drafts):
                 continue
-            if node.op == "InputEmbeds" and not len(step.embed_ids):
-                moved[node.outputs[0]] = node.inputs[0]
+            if (node.op == "InputEmbeds" and not len(step.embed_ids)) or \
+                    (node.op == "AddEmbeds" and not len(step.deep_embeds)):
+                moved[node.outputs[0]] = moved.get(node.inputs[0], node.inputs[0])
                 continue
             if node.op == "Gather":
                 results = [read(node.inputs[0])[read(node.inputs[1])]]
                 if decode:
-                    moved[node.outputs[0]] = node.inputs[0]
+                    moved[node.outputs[0]] = moved.get(node.inputs[0], node.inputs[0])
             elif node.op == "Columns":
                 results = [read(node.inputs[0])[:, read(node.inputs[1])]]
             elif node.op == "Concat":
@@ -464,15 +470,26 @@ class Interpreters:
 
     def __init__(self, case: Path, limits: EngineLimits = LIMITS) -> None:
         count = read_manifest(case).tp_size
-        communicator = Communicator(count)
+        self.communicator = communicator = Communicator(count)
         self.limits = limits
         self.ranks = [Interpreter(case, rank, communicator, limits) for rank in range(count)]
+        manifest = self.ranks[0].manifest
+        self.media = None if not manifest.media else MediaEncoders(manifest, case, 2)
 
     def _on_all(self, work: Callable[[Interpreter], Any]) -> list[Any]:
+        def guarded(rank: Interpreter) -> Any:
+            try:
+                return work(rank)
+            except BaseException:  # the others may wait for this rank
+                self.communicator.abort()
+                raise
+
         with ThreadPoolExecutor(len(self.ranks)) as threads:
-            return list(threads.map(work, self.ranks))
+            return list(threads.map(guarded, self.ranks))
 
     def compute(self, step: Step) -> np.ndarray:
+        if self.media is not None:
+            step = self.media.fill(step).without_media()
         return self._on_all(lambda rank: rank.compute(step))[0]
 
     def pool(self, step: Step) -> list[np.ndarray]:
@@ -504,6 +521,7 @@ class DraftsAhead(HostSampling):
 
     def submit(self, step: Step) -> int:
         token_ids, past_lens = step.token_ids.copy(), step.past_lens.copy()
+        rotary_positions = step.rotary_positions.copy()
         self._looks_up.update((slot, state.prompt_lookup) for slot, state in step.admit.items())
         for index, slot in enumerate(step.slots.tolist()):
             own = slice(*step.cu_seqlens[index:index + 2].tolist())
@@ -513,7 +531,9 @@ class DraftsAhead(HostSampling):
                 past, self.resolved = int(past_lens[index]), self.resolved + 1
                 past_lens[index] = self._lengths[slot]
                 assert past - step.unread[index] <= past_lens[index] <= past
-        known = replace(step, token_ids=token_ids, past_lens=past_lens)
+                rotary_positions[own] -= past - past_lens[index]
+        known = replace(step, token_ids=token_ids, past_lens=past_lens,
+                        rotary_positions=rotary_positions)
         ticket = super().submit(known)
         if self.limits.prompt_lookup and step.propose:
             self._outputs[ticket] = self._look_up(step, self._outputs[ticket])

@@ -63,6 +63,7 @@ from llmc.artifacts.manifest import (
 )
 from llmc.artifacts.program import read_program
 from llmc.compiler.check.execute import (
+    PromptRows,
     Rounding,
     Values,
     load_graph,
@@ -70,7 +71,7 @@ from llmc.compiler.check.execute import (
     run_chips,
     run_graph,
 )
-from llmc.compiler.check.images import compiled_values, original_values, read_prompt
+from llmc.compiler.check.images import Run, compiled_values, original_values, read_prompt
 from llmc.compiler.check.partition import lower_alike, weight_file
 from llmc.compiler.check.quantized import (
     STORED,
@@ -206,7 +207,7 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     differences = tuple(_compare_layers(ours, original, [*layers, "logits"], allowed))
     if pictures is not None:
         progress("compare a prompt with images")
-        differences += tuple(_compare_images(pictures, manifest, root, reference, tolerance))
+        differences += tuple(_compare_images(pictures, manifest, root, reference, tolerance, trace))
     first = next((d.name for d in differences
                   if not d.passed and d.pair.startswith("compiled")), None)
     suspects = _suspects(list(ours), [*layers, "logits"], first) if allowed.measured else ours
@@ -432,9 +433,10 @@ def _compare_layers(ours: Values, original: _Original, names: Sequence[str],
 
 
 def _compare_images(prompt: MediaPrompt, manifest: Manifest, root: Path, reference: str | Path,
-                    tolerance: float | None) -> Iterator[Difference]:
+                    tolerance: float | None, run: Run) -> Iterator[Difference]:
     """Yield the differences from transformers for a prompt with images."""
-    chips, original = compiled_values(manifest, root, prompt), original_values(reference, prompt)
+    chips = compiled_values(manifest, root, prompt, run)
+    original = original_values(reference, prompt)
     losses: dict[str, float] = {}
     if tolerance is None and (manifest.dtype != "float32" or _float8(manifest)):
         narrow = original_values(reference, prompt, manifest.dtype, _float8(manifest))
@@ -552,17 +554,23 @@ def _token_ids(manifest: Manifest, root: Path, prompt: str | None) -> list[int]:
     return ids
 
 
-def _trace(manifest: Manifest, root: Path, ids: list[int], requested: set[str]) -> list[Values]:
+def _trace(manifest: Manifest, root: Path, ids: list[int], requested: set[str],
+           rows: PromptRows | None = None) -> list[Values]:
     """Prefill on GPUs; return for each chip the requested tensors in the program's order."""
     most = min(len(ids), MAX_LOGITS)
     replica = GpuReplica(manifest, root, place(manifest, None, device_count())[0],
                          EngineConfig(1, most,
                                       kv_cache_tokens=-(-len(ids) // BLOCK_SIZE) * BLOCK_SIZE))
     table = range(replica.limits.num_blocks)
+
+    def fields(start: int, stop: int) -> dict[str, Any]:
+        return {} if rows is None else dict(rows.fields(start, stop))
+
     try:
-        steps = [replica.trace(Step.of([ids[start:start + most]], [start], [table], [0],
-                                       logits="all"))
-                 for start in range(0, len(ids), most)]
+        steps = [replica.trace(Step.of(
+            [ids[start:start + most]], [start], [table], [0], logits="all",
+            **fields(start, start + most)))
+            for start in range(0, len(ids), most)]
     finally:
         replica.close()
     return [{name: np.concatenate([step[rank][name] for step in steps])

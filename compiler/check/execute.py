@@ -53,6 +53,35 @@ class Rounding:
 Values = dict[str, np.ndarray]
 
 
+@dataclass(frozen=True)
+class PromptRows:
+    """Rows and positions that a prompt has beside its token ids; see `Step`.
+
+    Args:
+        embeds: float32 [num_embeds, width].
+        embed_ids: int32 [num_tokens].
+        deep_embeds: float32 [num_deep, num_embeds, width].
+        rotary_positions: int32 [num_tokens, 3]; None: positions in the cache.
+    """
+
+    embeds: np.ndarray
+    embed_ids: np.ndarray
+    deep_embeds: np.ndarray
+    rotary_positions: np.ndarray | None = None
+
+    def fields(self, start: int, stop: int) -> dict[str, np.ndarray]:
+        """Fields of a step with the tokens from `start` to `stop`."""
+        ids = self.embed_ids[start:stop]
+        rows, places = np.unique(ids[ids >= 0], return_inverse=True)
+        own = np.full(len(ids), -1, np.int32)
+        own[ids >= 0] = places
+        fields = {} if self.rotary_positions is None else {
+            "rotary_positions": self.rotary_positions[start:stop]}
+        return fields if not len(rows) else {
+            **fields, "embeds": self.embeds[rows], "embed_ids": own,
+            "deep_embeds": self.deep_embeds[:, rows]}
+
+
 def run_graph(graph: gs.Graph, feeds: Mapping[str, np.ndarray], outputs: Collection[str],
               rounding: Rounding | None = None) -> Values:
     """Compute the named tensors. Reads every weight into memory."""
@@ -224,12 +253,8 @@ def _sdpa_function(attrs: Mapping[str, float], overload: str, kv_dtype: str,
 
 
 def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int],
-              requested: Collection[str], embeds: np.ndarray | None = None,
-              embed_ids: Sequence[int] = ()) -> list[Values]:
+              requested: Collection[str], rows: PromptRows | None = None) -> list[Values]:
     """Prefill a model compiled for CPUs, all chips in lockstep.
-
-    Args:
-        embeds, embed_ids: rows in place of token embeddings; see `Step`.
 
     Returns:
         For each chip, the requested tensors in the graph's order.
@@ -250,13 +275,15 @@ def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int],
         for name, kept_state in chip.state_caches.items():
             state[name] = np.zeros((1, *kept_state.shape), np.float32)
         if manifest.embeds_width:
-            state[EMBED_IDS] = np.array(embed_ids or [-1] * len(ids), np.int32)
+            state[EMBED_IDS] = np.full(len(ids), -1, np.int32) if rows is None else rows.embed_ids
             state[EMBEDS] = np.zeros((1, manifest.embeds_width), np.float32) \
-                if embeds is None else embeds
+                if rows is None else rows.embeds
             state |= {f"{DEEP_EMBEDS_PREFIX}{index}": np.zeros_like(state[EMBEDS])
+                      if rows is None else rows.deep_embeds[index]
                       for index in range(manifest.num_deep_embeds)}
         if manifest.image and manifest.image.grid:
-            state[ROTARY_POSITIONS] = IN_CACHE.within(0, len(ids))
+            state[ROTARY_POSITIONS] = IN_CACHE.within(0, len(ids)) \
+                if rows is None or rows.rotary_positions is None else rows.rotary_positions
         if chip.lora:
             state["lora_ids"] = state["lora_logits_ids"] = step.lora_ids
         for name, (dtype, shape) in chip.lora_inputs.items():  # no adapter's rows

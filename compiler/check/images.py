@@ -5,49 +5,70 @@ The images are preprocessed by llmc for both models, so that differences are tho
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from llmc.artifacts.manifest import Manifest
-from llmc.compiler.check.execute import Values, run_chips
-from llmc.compiler.check.reference import load_reference, reference_rows, reference_values
+from llmc.compiler.check.execute import PromptRows, Values
+from llmc.compiler.check.reference import Model, load_reference, reference_rows, reference_values
 from llmc.compiler.graph.names import HIDDEN_STATE
-from llmc.errors import LlmcError
-from llmc.runtime.core.llm import LLM
+from llmc.errors import LlmcError, reason_of
+from llmc.runtime.core.request import InputProcessor
 from llmc.runtime.engines.media_encoders import MediaEncoder
+from llmc.runtime.multimodal.rotary_positions import positions_of_items
 from llmc.runtime.prompts import MediaPrompt
 
-_ROWS = "rows of image {}"
 _ENCODER_THREADS = 2
+# Inputs of some models: 1 at the tokens of images.
+_TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+
+# Runs a compiled model: the manifest, its directory, token ids, names of tensors, and rows.
+Run = Callable[[Manifest, Path, list[int], set[str], PromptRows], list[Values]]
 
 
-def compiled_values(manifest: Manifest, root: Path, prompt: MediaPrompt) -> list[Values]:
+def compiled_values(manifest: Manifest, root: Path, prompt: MediaPrompt, run: Run) -> list[Values]:
     """Run the compiled encoder, then all chips.
 
     Returns:
         For each chip its hidden states and logits; of the first also the rows of each image.
     """
     encoder = MediaEncoder(manifest, root, "image", _ENCODER_THREADS)
-    rows = [encoder.encode(own.item.arrays)[0] for own in prompt.ranges]
+    encoded = [encoder.encode(own.item.arrays) for own in prompt.ranges]
+    embeds, *deep = np.concatenate(encoded, axis=1)
     embed_ids = np.full(len(prompt), -1, np.int32)
-    embed_ids[np.concatenate([own.positions for own in prompt.ranges])] = np.arange(
-        sum(map(len, rows)))
+    embed_ids[_positions(prompt)] = np.arange(len(embeds))
+    grid = manifest.image.grid if manifest.image else None
+    rows = PromptRows(
+        embeds, embed_ids, np.array(deep, np.float32).reshape(len(deep), *embeds.shape),
+        None if grid is None else positions_of_items(
+            len(prompt), prompt.ranges, grid.merge_size).of_prompt)
     layers = [HIDDEN_STATE.format(index) for index in range(manifest.dims.num_layers)]
-    chips = run_chips(manifest, root, prompt.token_ids, {*layers, "logits"}, np.concatenate(rows),
-                      embed_ids.tolist())
-    chips[0] = {**{_ROWS.format(index): own for index, own in enumerate(rows)}, **chips[0]}
+    chips = run(manifest, root, prompt.token_ids, {*layers, "logits"}, rows)
+    chips[0] = {**{name: own for index, each in enumerate(encoded)
+                   for name, own in _named(index, each).items()}, **chips[0]}
     return chips
 
 
 def original_values(reference: str | Path, prompt: MediaPrompt, dtype: str = "float32",
                     kv_dtype: str = "") -> Values:
-    """Compute the same tensors with transformers."""
+    """Compute the same tensors with transformers.
+
+    Raises:
+        LlmcError: transformers cannot load the model, or run the prompt.
+    """
     model = load_reference(reference, dtype, takes_images=True)
     items = [own.item.arrays for own in prompt.ranges]
-    rows = {_ROWS.format(index): reference_rows(model, own) for index, own in enumerate(items)}
-    return rows | reference_values(model, prompt.token_ids, kv_dtype, _joined(items))
+    arrays = _joined(items) | _token_types(model, prompt)
+    try:
+        rows = {name: own for index, each in enumerate(items)
+                for name, own in _named(index, reference_rows(model, each)).items()}
+        return rows | reference_values(model, prompt.token_ids, kv_dtype, arrays)
+    except (RuntimeError, ValueError) as error:
+        raise LlmcError(f"transformers cannot run the prompt with images ({reason_of(error)}); "
+                        f"give a prompt with text between the images") from error
 
 
 def read_prompt(manifest: Manifest, root: Path, text: str | None, images: Sequence[Path]) -> \
@@ -55,7 +76,7 @@ def read_prompt(manifest: Manifest, root: Path, text: str | None, images: Sequen
     """Preprocess images, and put them in place of their placeholders.
 
     Args:
-        text: None: the placeholders alone.
+        text: None: the placeholders alone, in lines.
 
     Raises:
         LlmcError: the model takes no images, one is invalid, or the placeholders do not match.
@@ -63,16 +84,31 @@ def read_prompt(manifest: Manifest, root: Path, text: str | None, images: Sequen
     if manifest.image is None:
         raise LlmcError(f"--image is given, but '{manifest.source.architecture}' was compiled "
                         f"without an image encoder; leave it out")
-    for found, what in ((manifest.quantization, "quantized weights"),
-                        (manifest.image.grid, "positions by axis"),
-                        (manifest.num_deep_embeds, "rows of deep layers")):
-        if not found:
-            continue
-        raise LlmcError(f"--image is not supported for a model with {what}; leave it out")
-    with LLM(root, verify=False, max_batch_size=1) as llm:
-        assert llm.processor is not None
-        placeholder = llm.processor.placeholders["image"]
-        return llm.media_prompt(placeholder * len(images) if text is None else text, images=images)
+    if manifest.quantization:
+        raise LlmcError("--image is not supported for a model with quantized weights; leave it out")
+    reader = InputProcessor(manifest, root, 1)
+    placeholder = reader.require_processor().placeholders["image"]
+    return reader.media_prompt("\n".join([placeholder] * len(images)) if text is None else text,
+                               images, (), add_special_tokens=True)
+
+
+def _positions(prompt: MediaPrompt) -> np.ndarray:
+    """Positions of the rows of all images."""
+    return np.concatenate([own.positions for own in prompt.ranges])
+
+
+def _named(index: int, rows: Iterable[np.ndarray]) -> Values:
+    """Rows of an image, and those of deep layers, by name."""
+    return {f"rows of image {index}" + (f", deep layer {layer - 1}" if layer else ""): own
+            for layer, own in enumerate(rows)}
+
+
+def _token_types(model: Model, prompt: MediaPrompt) -> Values:
+    """The token types that the model reads, int64 [1, num_tokens]."""
+    types = np.zeros((1, len(prompt)), np.int64)
+    types[0, _positions(prompt)] = 1
+    return {name: types for name in _TOKEN_TYPES
+            if name in inspect.signature(model.forward).parameters}
 
 
 def _joined(items: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -99,14 +99,19 @@ def reference_values(model: Model, ids: Sequence[int], kv_dtype: str = "",
     return {**seen, "logits": np.asarray(logits.float().numpy())}
 
 
-def reference_rows(model: Model, images: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Compute the rows of the image encoder, float32 [num_rows, hidden_size]."""
+def reference_rows(model: Model, images: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Compute the rows of the image encoder, and those of deep layers.
+
+    Each is float32 [num_rows, hidden_size].
+    """
     import torch
 
     with torch.no_grad():
-        found = model.get_image_features(**_tensors(model, images), return_dict=True).pooler_output
-        rows = torch.cat([own.reshape(-1, own.shape[-1]) for own in found])
-    return np.asarray(rows.float().numpy())
+        found = model.get_image_features(**_tensors(model, images), return_dict=True)
+        deep = getattr(found, "deepstack_features", None) or ()
+        rows = [torch.cat([own.reshape(-1, own.shape[-1]) for own in each])
+                for each in (found.pooler_output, *deep)]
+    return [np.asarray(own.float().numpy()) for own in rows]
 
 
 def _tensors(model: Model, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:

@@ -39,6 +39,9 @@ def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_co
     if revision is not None and (path.exists() or path.suffix in (".gguf", ".onnx")):
         raise LlmcError(f"revision '{revision}' is given, but '{model}' is a local path; leave it "
                         f"out, or give a hub id like 'org/name'")
+    if hf_dir is not None and path.suffix != ".onnx":
+        raise LlmcError(f"hf_dir '{hf_dir}' is given, but '{model}' is not an .onnx file; leave it "
+                        f"out, as the model has its own config.json and tokenizer")
     if mtp and path.suffix in (".gguf", ".onnx"):
         raise LlmcError(f"'{model}' is a {path.suffix} file, which --draft mtp does not support; "
                         f"give a Hugging Face directory")

@@ -21,6 +21,7 @@ from llmc.compiler.frontend.parts import AUDIO, build
 from llmc.compiler.frontend.position_grid import has_positions_by_axis
 from llmc.compiler.frontend.reproducible import Reproducible
 from llmc.compiler.frontend.trace import root_cause
+from llmc.compiler.options import LANGUAGE_MODEL_ONLY
 from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted
 
@@ -49,8 +50,7 @@ def trace_audio(config: Any, samples: Sequence[Arrays], row_token: int) -> onnx.
             model: Any = build(config, AUDIO, False)
         if has_positions_by_axis(model):
             raise LlmcError(f"'{config.model_type}' has positions by axis, which llmc does not "
-                            f"support with audio; compile the language model alone with "
-                            f"--language_model_only")
+                            f"support with audio; {LANGUAGE_MODEL_ONLY}")
         encoder = _Encoder(model, [*samples[0]], row_token).eval()
         inputs = {name: [sample[name] for sample in samples] for name in samples[0]}
         return export_encoder(model, encoder, inputs, [MEDIA_ROWS])
@@ -59,8 +59,7 @@ def trace_audio(config: Any, samples: Sequence[Arrays], row_token: int) -> onnx.
     except Exception as error:  # any error of the model's code
         check_interrupted()
         raise LlmcError(f"the audio encoder of '{config.model_type}' cannot be exported: "
-                        f"{root_cause(error)}; compile the language model alone with "
-                        f"--language_model_only") from error
+                        f"{root_cause(error)}; {LANGUAGE_MODEL_ONLY}") from error
 
 
 class _Encoder(torch.nn.Module):

@@ -23,6 +23,7 @@ from llmc.compiler.frontend.trace import root_cause
 from llmc.compiler.graph.embeds import DEEP_EMBEDS
 from llmc.compiler.graph.names import HIDDEN_STATE
 from llmc.compiler.graph.rewrite import tidy
+from llmc.compiler.options import LANGUAGE_MODEL_ONLY
 from llmc.errors import LlmcError
 
 _ROWS, _PLACES = "deepstack_visual_embeds", "visual_pos_masks"  # transformers' arguments
@@ -58,7 +59,7 @@ def mark_deep_embeds(graph: gs.Graph, model: Any, image: RawImageEncoder) -> Non
 
 def _unknown(model: Any, reason: str) -> LlmcError:
     return LlmcError(f"the image encoder of '{model.config.model_type}' has deep rows, and {reason}"
-                     f"; compile with --language_model_only")
+                     f"; {LANGUAGE_MODEL_ONLY}")
 
 
 def _layers_before(model: Any, count: int) -> list[int]:

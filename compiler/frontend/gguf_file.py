@@ -67,7 +67,7 @@ def load_gguf(path: Path, check: Check = unchecked, *, takes_embeds: bool = Fals
 
     return RawModel(exported.graph, plain, "gguf", partial(_write_files, tokenizer),
                     sampling(header),
-                    (*_notes(header, tensors, bool(tokenizer)), *exported.notes),
+                    (*_notes(header, tensors), *exported.notes),
                     origin=Origin((path,)), end_tokens=partial(end_tokens, header))
 
 
@@ -77,8 +77,8 @@ def _write_files(files: Mapping[str, bytes], folder: Path) -> None:
         (folder / name).write_bytes(data)
 
 
-def _notes(header: GgufHeader, tensors: Mapping[str, Weight], has_tokenizer: bool) -> list[str]:
-    """Return notes about weights read as float32, and a missing tokenizer."""
+def _notes(header: GgufHeader, tensors: Mapping[str, Weight]) -> list[str]:
+    """Return notes about weights read as float32."""
     notes = []
     count = sum(tensor.dequantized for tensor in tensors.values())
     kinds = sorted({tensor.kind.name for tensor in header.tensors if len(tensor.shape) > 1
@@ -86,8 +86,6 @@ def _notes(header: GgufHeader, tensors: Mapping[str, Weight], has_tokenizer: boo
     if count:
         notes.append(f"{count} weights among those in {', '.join(kinds)} have a format without "
                      f"kernels: they are dequantized to float32, with its memory use and speed")
-    if not has_tokenizer:
-        notes.append("the file has no tokenizer: the model takes and returns token ids")
     return notes
 
 

@@ -26,6 +26,7 @@ from llmc.compiler.frontend.tokenizer_config import (
     write_chat_templates,
     write_special_tokens,
 )
+from llmc.compiler.options import LANGUAGE_MODEL_ONLY
 from llmc.compiler.quant.checkpoint import read_quantized
 from llmc.compiler.scratch import scratch_folder
 from llmc.errors import LlmcError, reason_of
@@ -137,19 +138,17 @@ def _describe_media(directory: Path, tokenizer: Path,
     names = " and ".join(PLURALS[own] for own in media)
     if not (tokenizer / "tokenizer.json").is_file():
         raise LlmcError(f"'{directory}' has no tokenizer, which prompts with {names} are written "
-                        f"with; copy tokenizer.json from the model's repository, or compile the "
-                        f"language model alone with --language_model_only")
+                        f"with; copy tokenizer.json from the model's repository, or "
+                        f"{LANGUAGE_MODEL_ONLY}")
     try:
         description = describe_processor(directory, read_tokenizer(tokenizer), media)
     except LlmcError as error:
-        raise LlmcError(f"{error}; or compile the language model alone with "
-                        f"--language_model_only") from error
+        raise LlmcError(f"{error}; or {LANGUAGE_MODEL_ONLY}") from error
     for kind, given, words in (("image", description.image, "image_processor"),
                                ("audio", description.audio, "feature_extractor")):
         if given is None and media == (kind,):
             raise LlmcError(f"the processor files in '{directory}' name no {words}; copy those of "
-                            f"the model's repository, or compile the language model alone with "
-                            f"--language_model_only")
+                            f"the model's repository, or {LANGUAGE_MODEL_ONLY}")
     return description
 
 

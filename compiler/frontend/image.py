@@ -35,6 +35,7 @@ from llmc.compiler.frontend.exporter import export_onnx
 from llmc.compiler.frontend.parts import Part, build
 from llmc.compiler.frontend.reproducible import Reproducible
 from llmc.compiler.frontend.trace import root_cause, to_proto
+from llmc.compiler.options import LANGUAGE_MODEL_ONLY
 from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted
 
@@ -275,8 +276,8 @@ def _features(model: Any, arrays: Mapping[str, Any]) -> list[torch.Tensor]:
                         f"take")
     output = model.get_image_features(**arrays, return_dict=True)
     if getattr(output, "pooler_output", None) is None:
-        raise LlmcError("get_image_features gives no pooler_output, which has the rows of the "
-                        "prompt; compile the language model alone with --language_model_only")
+        raise LlmcError(f"get_image_features gives no pooler_output, which has the rows of the "
+                        f"prompt; {LANGUAGE_MODEL_ONLY}")
     deep = getattr(output, "deepstack_features", None) or ()
     return [_joined(each) for each in (output.pooler_output, *deep)]
 

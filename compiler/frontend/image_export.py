@@ -18,6 +18,7 @@ from llmc.compiler.frontend.position_grid import has_positions_by_axis
 from llmc.compiler.frontend.raw import RawImageEncoder
 from llmc.compiler.frontend.trace import to_graph
 from llmc.compiler.graph.weights import Weight
+from llmc.compiler.options import LANGUAGE_MODEL_ONLY
 from llmc.errors import LlmcError
 from llmc.runtime.multimodal.images import import_pillow
 from llmc.runtime.multimodal.items import PLURALS, MediaItem
@@ -77,8 +78,7 @@ def check_language_model(config: Any, description: ProcessorDescription) -> None
             (getattr(text, "hidden_size_per_layer_input", 0), "per-layer inputs of token ids")):
         if found:
             raise LlmcError(f"'{config.model_type}' has {words}, which llmc does not support with "
-                            f"{names}; compile the language model alone with "
-                            f"--language_model_only")
+                            f"{names}; {LANGUAGE_MODEL_ONLY}")
 
 
 def _samples(processor: Processor) -> Sequence[MediaItem]:

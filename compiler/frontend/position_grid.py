@@ -15,6 +15,7 @@ import torch
 from llmc.artifacts.manifest import PositionGrid
 from llmc.compiler.frontend.image import IMAGE
 from llmc.compiler.frontend.parts import build
+from llmc.compiler.options import LANGUAGE_MODEL_ONLY
 from llmc.errors import LlmcError
 from llmc.runtime.multimodal.rotary_positions import ImagePlace, rotary_positions
 
@@ -49,7 +50,7 @@ def position_grid(config: Any) -> PositionGrid | None:
         if _follows(owner, grid):
             return grid
     raise LlmcError(f"images of '{config.model_type}' have positions by axis that follow no known "
-                    f"rule; compile with --language_model_only")
+                    f"rule; {LANGUAGE_MODEL_ONLY}")
 
 
 def _follows(owner: Any, grid: PositionGrid) -> bool:

@@ -305,7 +305,8 @@ class Weight(LazyValues):
         """A matrix with column j multiplied by `factors[j]`, in float32."""
         return self._derived(
             self.shape, np.float32,
-            lambda start, stop: self.rows(start, stop).astype(np.float32) * factors)
+            lambda start, stop: self.rows(start, stop).astype(np.float32) * factors,
+            origin=self.origin and self.origin.scale_columns(factors))
 
     def plus_product(self, left: Weight, right: Weight) -> Weight:
         """The matrix, or each of a stack, plus `left` · `right`, in float64.

@@ -8,7 +8,7 @@ Or for a target whose kernels take adapters in slots (see llmc.plugins.lora):
 Result:  GemmBiasAct(x, W, bias, lora_ids, lora_down, lora_up, lora_ranks, lora_part), the last one
          a constant
 
-An Embedding takes adapters in rows, too: as a linear layer of one-hot vectors.
+An Embedding takes adapters, too: as a linear layer of one-hot vectors.
 
 Only with `--enable_lora`; otherwise the graph stays as it is. The pass runs after partition, when a
 weight has its final rows and columns, and before quantization, which changes its values. A layer
@@ -87,11 +87,11 @@ def lora(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None
                      and not is_op(node, EMBEDDING)}
     for node in graph.nodes:
         op = op_of(node)
-        if op is None or "lora_a" not in op.input_names or (slots and is_op(node, EMBEDDING)):
+        if op is None or "lora_a" not in op.input_names:
             continue
         given = operands(node)
         if is_op(node, EMBEDDING):
-            _adapt_table(graph, node, known, groups, tied)
+            _adapt_table(graph, node, known, groups, tied, slots=slots)
             report.count("embeddings")
             continue
         weight = given["weight"]
@@ -120,7 +120,7 @@ def lora(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None
 
 
 def _adapt_table(graph: gs.Graph, node: gs.Node, known: dict[str, dict[str, gs.Tensor]],
-                 groups: dict[tuple[str, ...], int], tied: Set[int]) -> None:
+                 groups: dict[tuple[str, ...], int], tied: Set[int], *, slots: bool) -> None:
     """Give an Embedding the inputs of adapters, if its table is a parameter's rows.
 
     Args:
@@ -134,7 +134,8 @@ def _adapt_table(graph: gs.Graph, node: gs.Node, known: dict[str, dict[str, gs.T
     if id(table) in tied:  # it may have the head's name
         origin = replace(origin, names=(f"{TIED_TABLE}{_WEIGHT}",))
     layer = origin.names[0].removesuffix(_WEIGHT)
-    known[layer] = _in_rows(graph, LoraInput(layer, _group(origin, groups), origin, slots=False))
+    first = LoraInput(layer, _group(origin, groups), origin, slots=slots)
+    known[layer] = _in_slots(first) if slots else _in_rows(graph, first)
     _add_inputs(graph, known[layer])
     op = op_of(node)
     assert op is not None
@@ -190,8 +191,17 @@ def describe_lora(graph: gs.Graph) -> tuple[LoraLayer, ...]:
             "" if source < 0 else tensor.origin.names[source].removesuffix(_WEIGHT)
             for source in tensor.origin.source.tolist()]),
         columns=_runs(tensor.origin.column, [""] * len(tensor.origin.column)),
-        dtype=cast(DTypeName, np.dtype(tensor.dtype).name) if tensor.slots else None)
+        dtype=cast(DTypeName, np.dtype(tensor.dtype).name) if tensor.slots else None,
+        scaled=tensor.origin.is_scaled)
         for tensor in graph.inputs if isinstance(tensor, LoraInput))
+
+
+def lora_scales(graph: gs.Graph) -> dict[str, Weight]:
+    """Return the weights of `LoraLayer.scales`, for `compile_adapter`."""
+    layers = {layer.name: layer for layer in describe_lora(graph)}
+    return {name: Weight.of(scale) for tensor in graph.inputs if isinstance(tensor, LoraInput)
+            and tensor.origin.is_scaled
+            for name, scale in zip(layers[tensor.layer].scales, tensor.origin.scales, strict=True)}
 
 
 def _rows(group: int) -> str:

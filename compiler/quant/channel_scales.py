@@ -87,7 +87,9 @@ def _times_rows(weight: Weight, factors: np.ndarray) -> Weight:
         block *= factors[start:stop].reshape(-1, *[1] * (block.ndim - 1))
         return block
 
-    return Weight(weight.shape, np.float32, rows, weight.name)
+    scaled = Weight(weight.shape, np.float32, rows, weight.name)
+    scaled.origin = weight.origin and weight.origin.scale_rows(factors)
+    return scaled
 
 
 def _search(weight: Weight, x: np.ndarray, scheme: Scheme) -> np.ndarray | None:

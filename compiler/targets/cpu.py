@@ -13,10 +13,12 @@ import onnx_graphsurgeon as gs
 
 from llmc.artifacts.manifest import (
     DRAFT_TOKEN_IDS,
+    AudioEncoderProgram,
     Chip,
     CollectiveStep,
     FileEntry,
     GraphStep,
+    ImageEncoderProgram,
     Target,
 )
 from llmc.artifacts.onnx_graph import check_model
@@ -90,15 +92,34 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
     chip = describe_chip(graph, rank, steps, sum(place.length for place in places.values()),
                          program, *drafting)
     if image is not None:
-        image_steps, more = _write_steps(image.graph, places, directory, CPU.image_file, "image")
+        encoder_of_images, more = write_image(image, places, directory)
         files += more
-        chip = chip.model_copy(update={
-            "image": describe_image(image.graph, image_steps, image.computed, image.grid)})
+        chip = chip.model_copy(update={"image": encoder_of_images})
     if audio is not None:
-        audio_steps, more = _write_steps(audio, places, directory, CPU.audio_file, "audio")
+        encoder_of_audio, more = write_audio(audio, places, directory)
         files += more
-        chip = chip.model_copy(update={"audio": describe_audio(audio, audio_steps)})
+        chip = chip.model_copy(update={"audio": encoder_of_audio})
     return chip, [weights, *files]
+
+
+def write_image(image: ImageEncoder, places: dict[str, Placed], directory: Path) -> \
+        tuple[ImageEncoderProgram, list[FileEntry]]:
+    """Write an image encoder into a chip's directory and describe it.
+
+    Args:
+        image: the encoder, in float32.
+        places: positions in the chip's weight file, by weight.
+        directory: of the chip.
+    """
+    steps, files = _write_steps(image.graph, places, directory, CPU.image_file, "image")
+    return describe_image(image.graph, steps, image.computed, image.grid), files
+
+
+def write_audio(audio: gs.Graph, places: dict[str, Placed], directory: Path) -> \
+        tuple[AudioEncoderProgram, list[FileEntry]]:
+    """The same for an encoder of audio."""
+    steps, files = _write_steps(audio, places, directory, CPU.audio_file, "audio")
+    return describe_audio(audio, steps), files
 
 
 def _check_expert_scales(graph: gs.Graph) -> None:

@@ -6,7 +6,8 @@ per computed row of logits), so that one memory plan serves all limits of the en
 has a separate program, `encoder.json`. Its outputs are scattered, as soon as they are computed, to
 the encoder-output buffer (kind `memory`) that both programs name. A draft model has a separate
 program, too, `draft.json`, or one for each of its layers, `draft_1.json` and so on, and a separate
-arena: it reads the features that the model leaves in its arena.
+arena: it reads the features that the model leaves in its arena. An image encoder is `image.onnx`,
+which ONNX Runtime runs on the host, as of target cpu.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.artifacts.manifest import (
+    DEEP_EMBEDS_PREFIX,
     DRAFT_TOKEN_IDS,
     EMBEDS,
     HIDDEN,
@@ -63,9 +65,10 @@ from llmc.compiler.graph.rewrite import (
 )
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.options import CompileOptions
-from llmc.compiler.targets import Draft
+from llmc.compiler.targets import Draft, ImageEncoder, cpu
 from llmc.compiler.targets.typed_onnx import typed_onnx
 from llmc.errors import LlmcError
+from llmc.plugins.add_embeds.op import OP as ADD_EMBEDS
 from llmc.plugins.input_embeds.op import OP as INPUT_EMBEDS
 from llmc.targets import CUDA
 
@@ -85,7 +88,8 @@ def describe(options: CompileOptions) -> Target:
 
 
 def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
-         encoder: gs.Graph | None = None, *, draft: Draft | None = None) -> \
+         encoder: gs.Graph | None = None, *, draft: Draft | None = None,
+         image: ImageEncoder | None = None, audio: gs.Graph | None = None) -> \
         tuple[Chip, list[FileEntry]]:
     """Write `chip<rank>/` and describe it.
 
@@ -100,7 +104,9 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
               **{draft_part(index): each for index, each in enumerate(drafts)}}
     table = {} if draft is None or draft.token_ids is None else \
         {DRAFT_TOKEN_IDS: Weight.of(draft.token_ids)}
-    places, weights = write_weights([*graphs.values()], directory / WEIGHTS_NAME, table)
+    places, weights = write_weights(
+        [*graphs.values(), *([] if image is None else [image.graph]),
+         *([] if audio is None else [audio])], directory / WEIGHTS_NAME, table)
     files = [weights]
     steps: dict[str, tuple[GraphStep, ...]] = {}
     for part, own in graphs.items():
@@ -116,6 +122,14 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
         graph, rank, steps["model"], weight_bytes,
         None if encoder is None else describe_encoder(encoder, steps["encoder"]),
         *(describe_draft(each, steps[draft_part(index)]) for index, each in enumerate(drafts)))
+    if image is not None:
+        program, more = cpu.write_image(image, places, directory)
+        files += more
+        chip = chip.model_copy(update={"image": program})
+    if audio is not None:
+        encoder_of_audio, more = cpu.write_audio(audio, places, directory)
+        files += more
+        chip = chip.model_copy(update={"audio": encoder_of_audio})
     return chip, files
 
 
@@ -251,7 +265,8 @@ def _describe(tensor: gs.Tensor, kept: Literal["cache", "state"] | None, offsets
     if is_input and shape[0] == "num_memory_tokens":
         return _describe_memory(tensor, dtype)
     if is_input:
-        is_rows = tensor.name in (EMBEDS, INPUT_FEATURES)
+        is_rows = tensor.name in (EMBEDS, INPUT_FEATURES) or \
+            tensor.name.startswith(DEEP_EMBEDS_PREFIX)
         return ProgramTensor(name=tensor.name, kind="input", shape=shape,
                              dtype=_name(numpy_dtype(dtype) if is_rows else tensor.dtype))
     return ProgramTensor(name=tensor.name, kind="value", dtype=_name(numpy_dtype(dtype)),
@@ -285,7 +300,7 @@ def _plan(graph: gs.Graph, kept: Collection[int], memory: Sequence[gs.Tensor], d
         last_use[id(tensor)] = len(graph.nodes)
     for node in reversed(graph.nodes):
         # The engine may read the first input in place.
-        if _op(node) in ("Gather", INPUT_EMBEDS.name):
+        if _op(node) in ("Gather", INPUT_EMBEDS.name, ADD_EMBEDS.name):
             rows, selected = id(node.inputs[0]), id(node.outputs[0])
             last_use[rows] = max(last_use[rows], last_use[selected])
     values = [(step, tensor) for step, node in enumerate(graph.nodes) for tensor in node.outputs

@@ -48,9 +48,10 @@ HostArray<T> records(const Array<uint8_t>& bytes) {
       Array<int32_t> commit_lens, Array<int32_t> state_copies, Array<int32_t> scored_rows,        \
       Array<int64_t> scored_targets, Array<int32_t> scored_counts, Array<int64_t> next_tokens,    \
       int propose, Array<int32_t> unread, Array<int32_t> lora_ids, Array<int64_t> token_type_ids, \
-      Array<float> embeds, Array<int32_t> embed_ids, Array<int32_t> admit_slots,                  \
-      Array<uint8_t> admit_states, Array<int32_t> admit_prompts, Array<int32_t> admit_lengths,    \
-      Array<int32_t> admit_tokens, Array<int32_t> admit_lists
+      Array<float> embeds, Array<int32_t> embed_ids, Array<float> deep_embeds,                    \
+      Array<int32_t> rotary_positions, Array<int32_t> admit_slots, Array<uint8_t> admit_states,   \
+      Array<int32_t> admit_prompts, Array<int32_t> admit_lengths, Array<int32_t> admit_tokens,    \
+      Array<int32_t> admit_lists
 #define LLMC_STEP_INPUTS                                                                          \
   StepInputs {                                                                                    \
     host(token_ids), host(cu_seqlens), host(past_lens), host(block_tables), host(slots),          \
@@ -58,7 +59,8 @@ HostArray<T> records(const Array<uint8_t>& bytes) {
         static_cast<Logits>(logits), host(memory_starts), host(memory_lens), host(mask_rows),     \
         host(masks), host(state_slots), host(commit_lens), host(state_copies), host(scored_rows), \
         host(scored_targets), host(scored_counts), host(next_tokens), propose, host(unread),      \
-        host(lora_ids), host(token_type_ids), host(embeds), host(embed_ids), {                    \
+        host(lora_ids), host(token_type_ids), host(embeds), host(embed_ids), host(deep_embeds),   \
+        host(rotary_positions), {                                                                 \
       host(admit_slots), records<kernels::SlotState>(admit_states), host(admit_prompts),          \
           host(admit_lengths), host(admit_tokens), host(admit_lists)                              \
     }                                                                                             \

@@ -151,6 +151,9 @@ void Engine::place_tensors() {
   input(inputs_.embeds, kEmbeds);
   input(inputs_.features, kFeatures);
   input(inputs_.embed_ids, kEmbedIds);
+  input(inputs_.rotary_positions, kRotaryPositions);
+  for (int i = 0; i < limits.num_deep_embeds; ++i)
+    input(inputs_.deep_embeds.emplace_back(), (kDeepEmbeds + std::to_string(i)).c_str());
 }
 
 // Finds the tensors of each layer's adapters among the nodes' inputs.
@@ -316,6 +319,7 @@ void Engine::enqueue(const Pass& pass, const Step& step) {
   context.split_kv_plan = split_kv_plan_.get();
   context.adapters = step.adapters;
   context.embeds = step.embeds;
+  context.deep_embeds = step.deep_embeds;
   if (lora_plan_ != nullptr) lora_plan_->begin_step();
   context.lora_plan = lora_plan_.get();
   context.watcher = watcher_;
@@ -500,6 +504,8 @@ Engine::Sent Engine::pack(StagingBuffer& into, const StepInputs& inputs, const P
   sent.unread = into.add(inputs.unread.data, inputs.unread.size);
   sent.adapters = inputs.lora_ids.size > 0;
   sent.lora_ids = into.add(inputs.lora_ids.data, inputs.lora_ids.size);
+  sent.has_axes = inputs.rotary_positions.size > 0;
+  sent.rotary_positions = into.add(inputs.rotary_positions.data, inputs.rotary_positions.size);
   sent.prefix_owner = prefix.owner;
   sent.prefix_length = prefix.length;
   if (inputs_.block_table == nullptr) return sent;
@@ -536,6 +542,22 @@ const char* Engine::send(const StagingBuffer& sent) {
   check(kernels::transfer(received_->data, sent.data(), sent.bytes(), stream_.handle),
         "copying step inputs");
   return static_cast<const char*>(received_->data);
+}
+
+// Copies the rows in place of token embeddings, and those of deep layers, to the model's inputs.
+void Engine::take_embeds(const StepInputs& inputs, const int32_t* ids, const float* embeds,
+                         const float* deep_embeds) {
+  check(kernels::transfer(inputs_.embed_ids, ids, inputs.embed_ids.bytes(), stream_.handle),
+        "copying rows of embeddings");
+  const int64_t count = inputs.embeds.size;
+  if (count == 0) return;
+  check(kernels::round_to(program_.dtype(), inputs_.embeds, embeds, count, stream_.handle),
+        "copying embeddings");
+  for (size_t i = 0; i < inputs_.deep_embeds.size() && inputs.deep_embeds.size > 0; ++i)
+    if (inputs_.deep_embeds[i] != nullptr)
+      check(kernels::round_to(program_.dtype(), inputs_.deep_embeds[i],
+                              deep_embeds + static_cast<int64_t>(i) * count, count, stream_.handle),
+            "copying rows of deep layers");
 }
 
 void Engine::prepare(const char* received, const Sent& sent) {
@@ -582,6 +604,8 @@ void Engine::prepare(const char* received, const Sent& sent) {
   p.lora_ids = inputs_.lora_ids;
   p.lora_logits_ids = inputs_.lora_logits_ids;
   if (sent.adapters) p.host_lora_ids = at<int32_t>(received, sent.lora_ids);
+  p.rotary_positions = inputs_.rotary_positions;
+  if (sent.has_axes) p.host_rotary = at<int32_t>(received, sent.rotary_positions);
   p.num_tokens = sent.num_tokens;
   p.batch = sent.batch;
   p.num_sequences = sent.num_sequences;
@@ -667,6 +691,7 @@ int64_t Engine::submit(const StepInputs& inputs) {
     if (inputs_.token_type_ids != nullptr) token_types.resize(step.num_tokens);
     const int64_t types = packed.add(token_types);
     const int64_t embeds = packed.add(inputs.embeds.data, inputs.embeds.size);
+    const int64_t deep_embeds = packed.add(inputs.deep_embeds.data, inputs.deep_embeds.size);
     const int64_t embed_ids = packed.add(inputs.embed_ids.data, inputs.embed_ids.size);
     const int64_t scores[] = {packed.add(scored),
                               packed.add(inputs.scored_targets.data, inputs.scored_targets.size),
@@ -698,18 +723,12 @@ int64_t Engine::submit(const StepInputs& inputs) {
       check(kernels::transfer(inputs_.token_type_ids, received + types, 8ll * step.num_tokens,
                               stream_.handle),
             "copying token types");
-    if (step.embeds) {
-      check(kernels::transfer(inputs_.embed_ids, received + embed_ids, inputs.embed_ids.bytes(),
-                              stream_.handle),
-            "copying rows of embeddings");
-      if (inputs.embeds.size > 0)
-        check(kernels::round_to(program_.dtype(), inputs_.embeds, at<float>(received, embeds),
-                                inputs.embeds.size, stream_.handle),
-              "copying embeddings");
-    }
+    if (step.embeds)
+      take_embeds(inputs, at<int32_t>(received, embed_ids), at<float>(received, embeds),
+                  at<float>(received, deep_embeds));
     run(model_, step);
     if (adapters) check(cudaEventRecord(adapters_used_.handle, stream_.handle), "an event");
-    step.adapters = step.embeds = false;  // a draft model takes none
+    step.adapters = step.embeds = step.deep_embeds = false;  // a draft model takes none
     ticket.results = {};
     if (program_.pools()) {
       if (inputs.sample.size > 0) pool(ticket, step);

@@ -125,8 +125,9 @@ class Engine {
   struct Inputs {
     int64_t *input_ids, *position_ids, *logits_indices, *memory_rows, *token_type_ids;
     int32_t *cu_seqlens, *past_lens, *block_table, *state_slots, *commit_lens, *memory_starts,
-        *memory_lens, *lora_ids, *lora_logits_ids, *embed_ids;
+        *memory_lens, *lora_ids, *lora_logits_ids, *embed_ids, *rotary_positions;
     char *embeds, *features;
+    std::vector<char*> deep_embeds;
   };
   // The tensors of a layer's adapters.
   struct AdapterLayer {
@@ -183,14 +184,16 @@ class Engine {
   // prepare().
   struct Sent {
     int64_t ids, seqlens, past, slots, states, commits, sequence_starts, sequence_past, logits,
-        starts, lens, runs, blocks, own_from, offsets, unread, lora_ids;
+        starts, lens, runs, blocks, own_from, offsets, unread, lora_ids, rotary_positions;
     int num_tokens, batch, num_sequences, num_logits, rows, num_runs, prefix_owner, prefix_length;
-    bool verifies, has_unread, adapters;
+    bool verifies, has_unread, adapters, has_axes;
   };
   Ticket& next_ticket();
   Sent pack(StagingBuffer& into, const StepInputs& inputs, const Prefix& prefix,
             const std::vector<int32_t>& logits_indices, int rows);
   const char* send(const StagingBuffer& sent);
+  void take_embeds(const StepInputs& inputs, const int32_t* ids, const float* embeds,
+                   const float* deep_embeds);
   void prepare(const char* received, const Sent& sent);
   void run(const Pass& pass, const Step& step);
   int padded(int batch) const;

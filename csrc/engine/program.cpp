@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "../kernels/attention/params.h"
 #include "../kernels/sampling/drafts.h"
 #include "builtin.h"
 
@@ -30,6 +31,7 @@ const std::map<std::string, InputType>& input_types() {
       {kMemoryRows, {DType::kInt64, kNumTokens, false, true}},
       {kLoraIds, {DType::kInt32, kNumTokens, true, false}},
       {kEmbedIds, {DType::kInt32, kNumTokens, true, false}},
+      {kRotaryPositions, {DType::kInt32, kNumTokens, true, false}},
       {kLoraLogitsIds, {DType::kInt32, kNumLogits, true, false}}};
   return types;
 }
@@ -40,8 +42,12 @@ const std::map<std::string, InputType>& input_types() {
 std::string step_input(const std::string& port) {
   return port == "key_starts" ? kMemoryStarts : port == "key_lens" ? kMemoryLens : port;
 }
+bool is_embeds(const std::string& input) {
+  return input == kEmbeds || input.rfind(kDeepEmbeds, 0) == 0;
+}
 bool serves(const std::string& port, const std::string& input) {
-  return input == step_input(port) || (port == kLoraIds && input == kLoraLogitsIds) ||
+  return (port == kEmbeds && is_embeds(input)) || input == step_input(port) ||
+         (port == kLoraIds && input == kLoraLogitsIds) ||
          (port == "input_ids" && (input == "position_ids" || input == kTokenTypeIds));
 }
 
@@ -50,12 +56,12 @@ bool is_of_step(const Port& port) {
   return port.name == kEmbeds || input_types().count(step_input(port.name)) > 0;
 }
 
-// Whether a draft model may read the input: it has no recurrent states, encoder, adapters or
-// embeddings as prompts.
+// Whether a draft model may read the input: it has no recurrent states, encoder, adapters,
+// embeddings as prompts or positions by axis.
 bool is_of_draft(const std::string& input) {
   return input != kStateSlots && input != kMemoryStarts && input != kMemoryLens &&
          input != kLoraIds && input != kLoraLogitsIds && input != kTokenTypeIds &&
-         input != kEmbeds && input != kEmbedIds;
+         input != kEmbedIds && input != kRotaryPositions && !is_embeds(input);
 }
 
 // Whether the port takes what Program::add_adapters() declares.
@@ -146,14 +152,23 @@ int Program::add_input(const std::string& name, DType dtype) {
   if (inputs_.count(name)) throw Error("the engine's input " + name + " is declared twice");
   Shape shape{found->second.size};
   if (name == kBlockTable) shape.push_back(limits_.max_blocks());
+  if (name == kRotaryPositions) shape.push_back(kernels::kRotaryAxes), limits_.has_axes = true;
   return inputs_[name] = declare({Kind::kInput, dtype, shape, name});
 }
 
-int Program::add_embeds(int64_t row_width) {
-  if (inputs_.count(kEmbeds)) throw Error("the engine's input embeds is declared twice");
+int Program::add_embeds(const std::string& name, int64_t row_width) {
+  if (inputs_.count(name)) throw Error("the engine's input " + name + " is declared twice");
+  int number = -1;  // of deep rows
+  for (int i = 0; i < kMaxDeepEmbeds && name != kEmbeds && number < 0; ++i)
+    if (name == kDeepEmbeds + std::to_string(i)) number = i;
+  if (name != kEmbeds && number < 0) throw Error("unknown input of embeddings '" + name + "'");
   count_of({limits_.max_tokens, row_width});
+  if (limits_.embeds_width != 0 && limits_.embeds_width != row_width)
+    throw Error("the engine's input " + name + " has rows of " + std::to_string(row_width) +
+                " numbers, others of " + std::to_string(limits_.embeds_width));
   limits_.embeds_width = row_width;
-  return inputs_[kEmbeds] = declare({Kind::kInput, dtype_, {kNumTokens, row_width}, kEmbeds});
+  limits_.num_deep_embeds = std::max(limits_.num_deep_embeds, number + 1);
+  return inputs_[name] = declare({Kind::kInput, dtype_, {kNumTokens, row_width}, name});
 }
 
 int Program::add_features(int64_t row_width) {
@@ -351,7 +366,7 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
   if (is_of_step(port)) {
     if (given.kind != Kind::kInput || !serves(port.name, given.name))
       throw Error(what + " is not the step's " + step_input(port.name));
-    const InputType input = given.name == kEmbeds ? InputType{dtype_, kNumTokens, true, false}
+    const InputType input = is_embeds(given.name) ? InputType{dtype_, kNumTokens, true, false}
                                                   : input_types().at(given.name);
     if (!(part == Part::kEncoder ? input.of_encoder : input.of_model))
       throw Error(what + " is not an input of " +

@@ -15,13 +15,18 @@ namespace llmc {
 // Optional inputs of a step: block tables, state indices, tokens after which states are stored, the
 // rows of each prompt in the encoder output, the rows to which encoder tokens are written, the
 // slots of the adapters of tokens and of rows of logits, token types, rows in place of token
-// embeddings with the row of each token, and the rows that an encoder reads in place of token ids.
+// embeddings with the row of each token, the rows that an encoder reads in place of token ids, and
+// positions of tokens by axis.
 inline constexpr const char *kBlockTable = "block_table", *kStateSlots = "state_slots",
                             *kCommitLens = "commit_lens", *kMemoryStarts = "memory_starts",
                             *kMemoryLens = "encoder_sequence_length", *kMemoryRows = "memory_rows",
                             *kLoraIds = "lora_ids", *kLoraLogitsIds = "lora_logits_ids",
                             *kTokenTypeIds = "token_type_ids", *kEmbeds = "embeds",
-                            *kEmbedIds = "embed_ids", *kFeatures = "input_features";
+                            *kEmbedIds = "embed_ids", *kFeatures = "input_features",
+                            *kRotaryPositions = "rotary_positions";
+// Rows that are added to hidden states: deep_embeds_0 and so on.
+inline constexpr const char* kDeepEmbeds = "deep_embeds_";
+constexpr int kMaxDeepEmbeds = 64;
 
 // The programs of a rank. A draft model's values have a separate arena. It may have several
 // programs, one for each of its layers, from kDraft on.
@@ -85,8 +90,9 @@ class Program {
   int add_input(const std::string& name, DType dtype);
   // Declares the input `input_features`: the rows that an encoder reads in place of token ids.
   int add_features(int64_t width);
-  // Declares the input `embeds`: rows of this width, at most one for each token of a step.
-  int add_embeds(int64_t width);
+  // Declares the input `embeds` or `deep_embeds_<i>`: rows of this width, at most one for each
+  // token of a step. All of them have the same width.
+  int add_embeds(const std::string& name, int64_t width);
   int add_weight(DType dtype, const Shape& shape);
   int add_cache(DType dtype, int64_t num_kv_heads,
                 int64_t head_dim);  // [num_blocks, .., block_size, head_dim]

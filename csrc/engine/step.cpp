@@ -208,6 +208,7 @@ void check_adapters(const StepInputs& inputs, const Limits& limits, int64_t num_
 void check_embeds(const StepInputs& inputs, const Limits& limits, int64_t num_tokens) {
   if (inputs.embed_ids.size == 0) {
     check_size("embeds without embed_ids", inputs.embeds.size, 0);
+    check_size("deep_embeds without embed_ids", inputs.deep_embeds.size, 0);
     return;
   }
   if (limits.embeds_width == 0)
@@ -219,6 +220,16 @@ void check_embeds(const StepInputs& inputs, const Limits& limits, int64_t num_to
     throw Error("a step has " + text(rows) + " rows in place of the embeddings of " +
                 text(num_tokens) + " tokens");
   check_range("embed_ids", inputs.embed_ids, -1, rows);
+  if (inputs.deep_embeds.size > 0)
+    check_size("deep_embeds", inputs.deep_embeds.size, limits.num_deep_embeds * inputs.embeds.size);
+}
+
+void check_rotary_positions(const StepInputs& inputs, const Limits& limits, int64_t num_tokens) {
+  if (inputs.rotary_positions.size == 0) return;
+  if (!limits.has_axes)
+    throw Error("a step has positions by axis, which the program does not take");
+  check_size("rotary_positions", inputs.rotary_positions.size, num_tokens * kernels::kRotaryAxes);
+  check_range("rotary_positions", inputs.rotary_positions, 0, limits.max_seq_len);
 }
 
 void check_proposals(const StepInputs& inputs, const Limits& limits, int64_t batch) {
@@ -323,8 +334,10 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
   check_proposals(inputs, limits, batch);
   check_adapters(inputs, limits, num_tokens);
   check_embeds(inputs, limits, num_tokens);
+  check_rotary_positions(inputs, limits, num_tokens);
   step.adapters = inputs.lora_ids.size > 0;
   step.embeds = inputs.embed_ids.size > 0;
+  step.deep_embeds = inputs.deep_embeds.size > 0;
   for (int64_t b = 0; b < batch; ++b) {
     const int64_t fresh = inputs.fresh(b), past = inputs.past_lens[b];
     if (past < 0 || past + fresh > limits.max_seq_len)

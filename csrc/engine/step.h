@@ -37,6 +37,8 @@ struct Limits {
   int max_lora_rank = 0;       // maximum rank of an adapter, a multiple of 8
   int64_t features_bytes = 0;  // of a row that the encoder reads; 0: it reads token ids
   int64_t embeds_width = 0;    // of rows in place of token embeddings; 0: the model takes none
+  int num_deep_embeds = 0;     // rows that an embedding has for deep layers, of the same width
+  bool has_axes = false;       // whether tokens have positions by axis
 
   // Throws Error if a limit is below the minimum.
   void check() const;
@@ -68,8 +70,9 @@ struct Step {
   bool prefix = false;    // decoding sequences share a prefix: see Prefix
   bool verifies = false;  // see StepInputs
   int num_drafted = 0, drafted_tokens = 0;
-  bool adapters = false;  // whether a token has a LoRA adapter
-  bool embeds = false;    // whether a token has a row in place of its embedding
+  bool adapters = false;     // whether a token has a LoRA adapter
+  bool embeds = false;       // whether a token has a row in place of its embedding
+  bool deep_embeds = false;  // whether such a row has rows for deep layers
 
   static Step of_decoding(int batch) { return {batch, batch, batch, true, batch, 0, 0}; }
 };
@@ -126,9 +129,12 @@ struct StepInputs {
                               // the device subtracts rejected ones; empty: none
   HostArray<int32_t> lora_ids;  // [num_tokens], the slot of each token's adapter, or -1; empty: no
                                 // token has one
-  HostArray<int64_t> token_type_ids;  // [num_tokens], or empty: all are 0
-  HostArray<float> embeds;            // [num_embeds, width], rows in place of token embeddings
-  HostArray<int32_t> embed_ids;       // [num_tokens], the row of each, or -1; empty: none has any
+  HostArray<int64_t> token_type_ids;    // [num_tokens], or empty: all are 0
+  HostArray<float> embeds;              // [num_embeds, width], rows in place of token embeddings
+  HostArray<int32_t> embed_ids;         // [num_tokens], the row of each, or -1; empty: none has any
+  HostArray<float> deep_embeds;         // [num_deep_embeds, num_embeds, width], or empty: all are 0
+  HostArray<int32_t> rotary_positions;  // [num_tokens, kernels::kRotaryAxes]; empty: of each token
+                                        // its position. As past_lens, they count unread drafts
   Admissions admit;
 
   int batch() const { return static_cast<int>(past_lens.size); }

@@ -75,9 +75,9 @@ void add_node(FuzzedDataProvider& data, Program& program) {
 
 void declare(FuzzedDataProvider& data, Program& program) {
   static constexpr const char* kInputs[] = {
-      "input_ids", "position_ids", "cu_seqlens",   "past_lens",   "logits_indices",
-      kBlockTable, kStateSlots,    kCommitLens,    kMemoryStarts, kMemoryLens,
-      kMemoryRows, kLoraIds,       kLoraLogitsIds, kEmbedIds,     "tokens"};
+      "input_ids",    "position_ids", "cu_seqlens",     "past_lens", "logits_indices", kBlockTable,
+      kStateSlots,    kCommitLens,    kMemoryStarts,    kMemoryLens, kMemoryRows,      kLoraIds,
+      kLoraLogitsIds, kEmbedIds,      kRotaryPositions, "tokens"};
   switch (data.ConsumeIntegralInRange(0, 10)) {
     case 0:
       program.add_input(data.PickValueInArray(kInputs),
@@ -87,7 +87,8 @@ void declare(FuzzedDataProvider& data, Program& program) {
     case 2: program.add_cache(dtype(data), number(data), number(data)); break;
     case 3: program.add_state(dtype(data), shape(data)); break;
     case 4:
-      data.ConsumeBool() ? program.add_memory(number(data)) : program.add_embeds(number(data));
+      if (data.ConsumeBool()) program.add_memory(number(data));
+      else program.add_embeds(data.ConsumeBool() ? kEmbeds : "deep_embeds_1", number(data));
       break;
     case 5:
     case 6: {
@@ -113,10 +114,12 @@ void declare(FuzzedDataProvider& data, Program& program) {
 template <typename T>
 std::vector<T> array(FuzzedDataProvider& data) {
   std::vector<T> made(data.ConsumeIntegralInRange<size_t>(0, 12));
-  for (T& element : made)
-    element = data.ConsumeIntegralInRange(0, 7) == 0
-                  ? data.ConsumeIntegral<T>()
-                  : static_cast<T>(data.ConsumeIntegralInRange(-2, 12));
+  for (T& element : made) {
+    if (data.ConsumeIntegralInRange(0, 7) != 0)
+      element = static_cast<T>(data.ConsumeIntegralInRange(-2, 12));
+    else if constexpr (std::is_floating_point_v<T>) element = data.ConsumeFloatingPoint<T>();
+    else element = data.ConsumeIntegral<T>();
+  }
   return made;
 }
 
@@ -130,7 +133,9 @@ void check_any_step(FuzzedDataProvider& data, const Program& program) {
   limits.num_blocks = data.ConsumeIntegralInRange(1, 16);
   const auto token_ids = array<int64_t>(data);
   const auto scored_targets = array<int64_t>(data), next_tokens = array<int64_t>(data);
-  std::vector<int32_t> arrays[22];
+  const auto token_types = array<int64_t>(data);
+  const auto embeds = array<float>(data), deep_embeds = array<float>(data);
+  std::vector<int32_t> arrays[24];
   for (auto& each : arrays) each = array<int32_t>(data);
   const auto masks = array<uint32_t>(data);
   std::vector<kernels::SlotState> states(data.ConsumeIntegralInRange<size_t>(0, 3));
@@ -161,6 +166,11 @@ void check_any_step(FuzzedDataProvider& data, const Program& program) {
                           data.ConsumeIntegralInRange(-2, 17),
                           host(arrays[18]),
                           host(arrays[21]),
+                          host(token_types),
+                          host(embeds),
+                          host(arrays[22]),
+                          host(deep_embeds),
+                          host(arrays[23]),
                           {host(arrays[11]), host(states), host(arrays[12]), host(arrays[13]),
                            host(arrays[14]), host(arrays[15])}};
   check_step(inputs, limits, program.vocab_size(), std::vector<SlotRecord>(limits.max_batch));

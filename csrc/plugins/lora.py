@@ -57,10 +57,7 @@ def adaptable(op: Op, *, norms: bool = False) -> Op:
 
     def dims(fields: Fields, present: frozenset[str]) -> Mapping[str, Shape]:
         assert op.dims is not None
-        given = present & {*LORA_INPUTS} - {"lora_part"}
-        if given and given not in ({*ROW_INPUTS, "lora_ids"}, {*SLOT_INPUTS, "lora_ids"}):
-            raise ValueError(f"{op.name} takes lora_ids with all of {', '.join(ROW_INPUTS)}, or "
-                             f"with all of {', '.join(SLOT_INPUTS)}, or none, not {sorted(given)}")
+        check_forms(op.name, present)
         if present & {*NORM_INPUTS} and "norm_weight" in present:
             raise ValueError(f"{op.name} takes lora_gain and lora_shift of a folded norm, not with "
                              f"norm_weight")
@@ -87,6 +84,14 @@ def adaptable(op: Op, *, norms: bool = False) -> Op:
         integer_inputs=op.integer_inputs | {"lora_owner", "lora_ids", "lora_ranks", "lora_part"},
         float32_inputs=op.float32_inputs | {*more}, coreless=op.coreless | {*ROW_INPUTS},
         dims=dims, samples=samples)
+
+
+def check_forms(op_name: str, present: frozenset[str]) -> None:
+    """Raise ValueError unless a node has all inputs of one form, or none of adapters."""
+    given = present & {*LORA_INPUTS} - {"lora_part"}
+    if given and given not in ({*ROW_INPUTS, "lora_ids"}, {*SLOT_INPUTS, "lora_ids"}):
+        raise ValueError(f"{op_name} takes lora_ids with all of {', '.join(ROW_INPUTS)}, or with "
+                         f"all of {', '.join(SLOT_INPUTS)}, or none, not {sorted(given)}")
 
 
 def _adapted(rng: np.random.Generator, sample: Sample) -> Sample:
@@ -149,6 +154,23 @@ def adapter_text(present: frozenset[str], made: str, x: str) -> list[str]:
 
 
 def _slot_text(present: frozenset[str], made: str, x: str) -> list[str]:
+    return [
+        "lora_flat_last = Constant<value_ints=[-1]>()",
+        "lora_in = Shape<start=3, end=4>(lora_down)",
+        f"lora_leading = Shape<end=-1>({x})",
+        "lora_flat = Concat<axis=0>(lora_flat_last, lora_in)",
+        f"lora_rows_x = Reshape({x}, lora_flat)",  # [rows, in]
+        "lora_turned_down = Transpose<perm=[0, 1, 3, 2]>(lora_down)",
+        "lora_all = MatMul(lora_rows_x, lora_turned_down)",  # [parts, slots, rows, rank]
+        *slot_expand_text(present, made)]
+
+
+def slot_expand_text(present: frozenset[str], made: str) -> list[str]:
+    """Return lines of ONNX text for `made` [*lora_leading, out], the product of adapters in slots.
+
+    It is made of lora_all [parts, slots, rows, rank], the products of each row and slot with
+    lora_down.
+    """
     of_outputs = ["lora_turned = Transpose<perm=[1, 0, 2]>(lora_hidden)"]
     if "lora_part" in present:
         of_outputs = ["lora_parts = Cast<to=7>(lora_part)",
@@ -161,11 +183,7 @@ def _slot_text(present: frozenset[str], made: str, x: str) -> list[str]:
         "lora_last = Constant<value_ints=[-1]>()",
         "lora_slots = Shape<start=1, end=2>(lora_down)",
         "lora_rank = Shape<start=2, end=3>(lora_down)",
-        "lora_in = Shape<start=3, end=4>(lora_down)",
-        f"lora_leading = Shape<end=-1>({x})",
-        "lora_flat = Concat<axis=0>(lora_last, lora_in)",
         "lora_whole = Concat<axis=0>(lora_leading, lora_last)",
-        f"lora_rows_x = Reshape({x}, lora_flat)",  # [rows, in]
         "lora_rows_ids = Reshape(lora_ids, lora_last)",
         "lora_num_slots = Squeeze(lora_slots, lora_first)",
         "lora_num_ranks = Squeeze(lora_rank, lora_first)",
@@ -175,8 +193,6 @@ def _slot_text(present: frozenset[str], made: str, x: str) -> list[str]:
         "lora_slot_column = Unsqueeze(lora_slot, lora_last)",
         "lora_number_rows = Unsqueeze(lora_numbers, lora_later)",
         "lora_own = Equal(lora_number_rows, lora_slot_column)",  # [slots, rows, 1]
-        "lora_turned_down = Transpose<perm=[0, 1, 3, 2]>(lora_down)",
-        "lora_all = MatMul(lora_rows_x, lora_turned_down)",  # [parts, slots, rows, rank]
         "lora_mine = Where(lora_own, lora_all, lora_none)",
         "lora_hidden = ReduceSum<keepdims=0>(lora_mine, lora_second)",
         *of_outputs,  # [rows, out or 1, rank]

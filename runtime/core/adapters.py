@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llmc.artifacts.adapter import AdapterInfo, Matrices, load_adapter
+from llmc.artifacts.adapter import AdapterInfo, Matrices, load_adapter, read_adapter_info
 from llmc.artifacts.manifest import MANIFEST_NAME, Manifest, hash_file
-from llmc.errors import LlmcError, shown
+from llmc.errors import LlmcError, shortened, shown
 from llmc.runtime.sampling.params import is_unicode
 
 MIN_LORA_RANK = 16  # default of max_lora_rank without adapters of higher ranks
@@ -93,13 +93,16 @@ class AdapterRegistry:
         case_dir: its case directory.
         max_rank: highest rank; None: set by `fix_rank`.
         verify: check the digests of files.
+
+    Attributes:
+        base_sha256: digest of model_info.json, which adapters name; "": the model takes none.
     """
 
     def __init__(self, manifest: Manifest, case_dir: Path, max_rank: int | None,
                  verify: bool) -> None:
         self._manifest, self._case_dir, self._verify = manifest, case_dir, verify
         self.max_rank = max_rank
-        self._base = hash_file(case_dir / MANIFEST_NAME) if manifest.takes_adapters else ""
+        self.base_sha256 = hash_file(case_dir / MANIFEST_NAME) if manifest.takes_adapters else ""
         self._loaded: dict[str, Adapter] = {}
         self._lock = threading.Lock()
 
@@ -118,7 +121,8 @@ class AdapterRegistry:
             if read in self._loaded:
                 raise LlmcError(f"an adapter named '{read}' is loaded already; unload it first, or "
                                 f"choose another name")
-        info, matrices = load_adapter(directory, self._manifest, self._base, verify=self._verify)
+        info, matrices = load_adapter(directory, self._manifest, self.base_sha256,
+                                      verify=self._verify)
         if self.max_rank is not None and info.rank > self.max_rank:
             raise LlmcError(f"the adapter '{read}' has rank {info.rank}, above max_lora_rank "
                             f"{self.max_rank}; load the model with max_lora_rank={info.rank}")
@@ -173,6 +177,35 @@ class AdapterRegistry:
         """Undo `remove`."""
         with self._lock:
             self._loaded.setdefault(adapter.name, adapter)
+
+
+def base_of(name: str, path: object, bases: Mapping[str, str]) -> str:
+    """Return the model that an adapter was compiled for.
+
+    Args:
+        name: of the adapter, for errors.
+        path: its directory.
+        bases: digests of model_info.json by models' names, of those that take adapters.
+
+    Raises:
+        LlmcError: the directory is no compiled adapter, or that of none of the models or of
+            several.
+    """
+    directory = _read_path(path)
+    if not bases:
+        raise LlmcError(f"the adapter '{shortened(name)}' is given, but no model takes adapters; "
+                        f"compile its base again with --enable_lora")
+    digest = read_adapter_info(directory).base_sha256
+    found = [model for model, own in bases.items() if own == digest]
+    if len(found) == 1:
+        return found[0]
+    given = f"the adapter '{shortened(name)}' in '{directory}' was compiled for"
+    if found:
+        raise LlmcError(f"{given} '{found[0]}' and '{found[1]}', which are equal; serve one of "
+                        f"them")
+    others = " and ".join(f"'{model}'" for model in bases)
+    raise LlmcError(f"{given} another case directory than {others}; compile it for one that is "
+                    f"served")
 
 
 def _read_name(name: object) -> str:

@@ -414,6 +414,11 @@ class _Loaded:
         """Names of the loaded adapters, sorted."""
         return tuple(sorted(self._adapters.all()))
 
+    @property
+    def adapter_base(self) -> str:
+        """SHA-256 of model_info.json, which adapters are compiled for; "": it takes none."""
+        return self._adapters.base_sha256
+
     def load_adapter(self, name: str, path: str | Path) -> None:
         """Load a LoRA adapter, while requests run.
 

@@ -17,7 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from llmc.artifacts.manifest import MANIFEST_NAME, PROCESSOR, ImageEncoderProgram, Manifest
-from llmc.artifacts.vision_input import GRID, UNREAD
+from llmc.artifacts.vision_input import UNREAD
 from llmc.errors import LlmcError, shown
 from llmc.runtime.chat_template import ChatTemplate
 from llmc.runtime.core.adapters import Adapter
@@ -28,11 +28,7 @@ from llmc.runtime.core.step import EncoderInput, SamplingState
 from llmc.runtime.message_forms import ContentFormat
 from llmc.runtime.multimodal.items import PLURALS, MediaItem
 from llmc.runtime.multimodal.messages import MediaSource, has_media, load_source, split_media
-from llmc.runtime.multimodal.rotary_positions import (
-    ImagePlace,
-    RotaryPositions,
-    rotary_positions,
-)
+from llmc.runtime.multimodal.rotary_positions import RotaryPositions, positions_of_items
 from llmc.runtime.prompts import (
     ROW,
     EmbedsPrompt,
@@ -545,10 +541,9 @@ class InputProcessor:
     def _rotary(self, prompt: MediaPrompt) -> RotaryPositions | None:
         """Positions by axis of a prompt with images; None if the model has none."""
         grid = self.manifest.image.grid if self.manifest.image else None
-        return None if grid is None else rotary_positions(
-            len(prompt.token_ids),
-            [ImagePlace.of(own.positions, own.item.arrays[GRID], grid.merge_size)
-             for own in prompt.ranges if own.item.modality == "image"])
+        return None if grid is None else positions_of_items(
+            len(prompt), [own for own in prompt.ranges if own.item.modality == "image"],
+            grid.merge_size)
 
     def _check_item(self, item: MediaItem) -> None:
         """Check that the item's encoder takes what the processor gave.

@@ -9,7 +9,7 @@ position p is row p % block_size of block `block_tables[b, p // block_size]`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Literal, Protocol
 
@@ -217,6 +217,11 @@ class Step:
             unread=counts(unread),
             adapters=np.array(adapters if any(slot >= 0 for slot in adapters) else [], np.int32),
             **others)  # type: ignore[arg-type]
+
+    def without_media(self) -> Step:
+        """The step after the encoders of its items, whose rows are in `embeds`."""
+        return replace(self, media_rows=np.empty((0, 3), np.int32), encode_media={},
+                       free_media=())
 
     @property
     def batch_size(self) -> int:

@@ -23,7 +23,6 @@ from llmc.artifacts.adapter import Matrices
 from llmc.artifacts.draft_tokens import read_draft_token_ids
 from llmc.artifacts.manifest import (
     DRAFT_TOKEN_IDS,
-    EMBEDS,
     INPUT_FEATURES,
     Chip,
     DraftInfo,
@@ -545,7 +544,8 @@ def step_arrays(step: Step, mem_max_seq_len: int = 0, states: StateSlots | None 
             step.scored.targets, step.scored.counts, step.next_tokens,
             -1 if step.propose is None else step.propose, step.unread,
             step.lora_ids if len(step.adapters) else _NONE, step.token_type_ids,
-            step.embeds.reshape(-1), step.embed_ids, *admit.arrays())
+            step.embeds.reshape(-1), step.embed_ids, step.deep_embeds.reshape(-1),
+            step.rotary_positions.reshape(-1), *admit.arrays())
 
 
 def encoder_arrays(prompts: Sequence[EncoderInput], dtype: str) -> tuple[np.ndarray, np.ndarray]:
@@ -777,8 +777,8 @@ def _declare_all(declared: Any, program: Program, shared: dict[str, int],
 def _declare(declared: Any, tensor: ProgramTensor) -> int:
     """Declare a tensor that is not a value, and return its index."""
     number: int
-    if tensor.kind == "input" and tensor.name == EMBEDS:
-        number = declared.add_embeds(tensor.shape[1])
+    if tensor.is_embeds:
+        number = declared.add_embeds(tensor.name, tensor.shape[1])
     elif tensor.kind == "input" and tensor.name == INPUT_FEATURES:
         number = declared.add_features(tensor.shape[1])
     elif tensor.kind == "input":

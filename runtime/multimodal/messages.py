@@ -30,6 +30,7 @@ from llmc.runtime.multimodal.media import SCHEMES, MediaAccess, fetch
 WIRE_PARTS: dict[str, Modality] = {"image_url": "image", "input_image": "image",
                                    "audio_url": "audio", "input_audio": "audio"}
 _MODALITIES: dict[str, Modality] = {"image": "image", "audio": "audio", **WIRE_PARTS}
+_VIDEOS = ("video", "video_url", "input_video")  # refused by name
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def has_media(messages: object) -> bool:
     """Whether a part of messages is an image or audio; False for what are no messages."""
     contents = [message.get("content") for message in messages if isinstance(message, Mapping)] \
         if isinstance(messages, Sequence) else []
-    return any(isinstance(part, Mapping) and part.get("type") in _MODALITIES
+    return any(isinstance(part, Mapping) and part.get("type") in (*_MODALITIES, *_VIDEOS)
                for content in contents if isinstance(content, list) for part in content)
 
 
@@ -114,6 +115,9 @@ def _split_part(name: str, part: object, sources: list[MediaSource]) -> object:
     if not isinstance(part, Mapping) or not isinstance(kind, str):
         raise LlmcError(f'{name} is {shown(part)}; give one like {{"type": "text", "text": "…"}}')
     if kind not in _MODALITIES:
+        if kind in _VIDEOS:
+            raise LlmcError(f"{name} is a video, which llmc does not support; give some of its "
+                            f"frames as images")
         if kind != "text":
             raise LlmcError(f"{name} has the type {shown(kind)}; supported: text, "
                             f"{', '.join(_MODALITIES)}")

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from llmc.artifacts.vision_input import GRID
 from llmc.plugins.attention.op import AXES
+from llmc.runtime.multimodal.items import PlaceholderRange
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +62,19 @@ class RotaryPositions:
 
 
 IN_CACHE = RotaryPositions(np.empty((0, AXES), np.int32), 0)  # of a sequence without images
+
+
+def positions_of_items(length: int, ranges: Sequence[PlaceholderRange],
+                       merge_size: int) -> RotaryPositions:
+    """Positions by axis of a prompt with images.
+
+    Args:
+        length: of the prompt.
+        ranges: positions of the images, in order.
+        merge_size: rows and columns of patches of a row of the encoder.
+    """
+    return rotary_positions(length, [
+        ImagePlace.of(own.positions, own.item.arrays[GRID], merge_size) for own in ranges])
 
 
 def rotary_positions(length: int, images: Sequence[ImagePlace]) -> RotaryPositions:

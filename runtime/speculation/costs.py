@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -100,9 +101,20 @@ def _timed(engine: Engine, past: int, tables: Sequence[Sequence[int]], tokens: n
     batch, uncommitted = len(tables), _uncommitted(engine.limits, count)
     if engine.limits.keeps_states:
         _run(engine, tokens[:batch, :1], [0] * batch, tables, range(batch), [0] * batch, encodes)
-    start = time.perf_counter()
-    _run(engine, tokens[:batch, past:past + 1 + count], [past] * batch, tables, range(batch),
-         [count - uncommitted] * batch, encodes, [uncommitted] * batch)
+
+    def submit(past: int) -> int:
+        return _submit(engine, tokens[:batch, past:past + 1 + count], [past] * batch, tables,
+                       range(batch), [count - uncommitted] * batch, encodes, [uncommitted] * batch)
+
+    if engine.limits.ahead > 1 and (not count or engine.limits.drafts_ahead):
+        # Steps follow one another without the host.
+        tickets = [submit(past), submit(past + engine.limits.keeps_states)]
+        engine.collect(tickets[0])
+        start = time.perf_counter()
+        engine.collect(tickets[1])
+    else:
+        start = time.perf_counter()
+        engine.collect(submit(past))
     return time.perf_counter() - start
 
 
@@ -111,18 +123,22 @@ def _uncommitted(limits: EngineLimits, count: int) -> int:
     return count // 2 if limits.keeps_states else 0
 
 
-def _run(engine: Engine, tokens: np.ndarray, past: Sequence[int],
-         tables: Sequence[Sequence[int]], slots: Sequence[int], drafts: Sequence[int],
-         encodes: bool, uncommitted: Sequence[int] = ()) -> None:
+def _run(engine: Engine, *step: Any) -> None:
+    engine.collect(_submit(engine, *step))
+
+
+def _submit(engine: Engine, tokens: np.ndarray, past: Sequence[int],
+            tables: Sequence[Sequence[int]], slots: Sequence[int], drafts: Sequence[int],
+            encodes: bool, uncommitted: Sequence[int] = ()) -> int:
     state = SamplingState(Sampler(SamplingParams()), prompt_lookup=engine.limits.prompt_lookup)
     new = not any(past)
     proposals = max(drafts) or None if engine.limits.proposes else None
     memory = EncoderOutputs.of([*slots], [1] * len(slots)) if encodes else None
-    engine.collect(engine.submit(Step.of(
+    return engine.submit(Step.of(
         tokens.tolist(), past, tables, [*slots], num_drafts=drafts, num_uncommitted=uncommitted,
         memory=memory, propose=proposals,
         admit=dict.fromkeys(slots, state) if new else {},
-        encode={slot: [0] for slot in slots} if new and encodes else {})))
+        encode={slot: [0] for slot in slots} if new and encodes else {}))
 
 
 def _interpolated(points: dict[int, float]) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from llmc.runtime.core.step import proposal
@@ -28,14 +29,19 @@ class EngineDrafter:
         self.lost = False
         self._proposed: list[int] = []
         self._match = MATCH
-        self._expected = 0  # steps whose drafts the engine has not returned
+        self._expected: deque[int] = deque()  # drafts of the steps that are not read yet
+
+    @property
+    def waits(self) -> bool:
+        """Whether the next step needs the results of a step in flight, for its drafts."""
+        return not self.ahead and any(self._expected)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Do nothing: the engine knows the tokens."""
 
     def expect(self, count: int) -> None:
         """Note that a step samples the sequence, and proposes this number of drafts."""
-        self._expected += 1
+        self._expected.append(count)
         self._proposed = [proposal(index) for index in range(count)] if self.ahead else []
 
     def propose(self, tokens: Sequence[int], match: int = MATCH) -> None:
@@ -45,14 +51,15 @@ class EngineDrafter:
             tokens: drafts of the oldest step that was expected.
             match: number of tokens that agree with their source.
         """
-        self._expected -= 1
+        self._expected.popleft()
         self._match = match
         if not self._expected:
             self._proposed = list(tokens)
 
     def reset(self) -> None:
         """Forget the drafts, and steps in flight: the sequence starts again."""
-        self._proposed, self._match, self._expected, self.lost = [], MATCH, 0, False
+        self._proposed, self._match, self.lost = [], MATCH, False
+        self._expected.clear()
 
     def draft(self, count: int) -> Draft | None:
         """Return at most `count` drafts; None if the engine proposed none."""

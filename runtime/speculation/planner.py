@@ -130,8 +130,9 @@ class SequenceDrafts:
 
     @property
     def ahead(self) -> bool:
-        """Whether a step may verify drafts of a step in flight."""
-        return self.engine is not None and self.engine.ahead
+        """Whether the next step may be submitted before those in flight are read."""
+        engine = self.engine
+        return engine is not None and (engine.ahead or not (self.unread or engine.waits))
 
     def expected_rate(self) -> float:
         """Expected acceptance rate of the draft model's drafts."""

@@ -48,6 +48,23 @@ def test_requests_with_other_adapters_and_none_share_steps(family, changes, opti
                 lora.assert_generates(lora.merged(model, factors), completion, 3e-5)
 
 
+@pytest.mark.parametrize(("family", "changes", "options"), [
+    ("llama", {"tie_word_embeddings": True}, {"tp_size": 3}), ("gpt2", {}, {}),
+    pytest.param("gemma2", {}, {"tp_size": 2}, marks=pytest.mark.thorough),
+    pytest.param("llama", {}, {}, marks=pytest.mark.thorough)])
+def test_embeddings_and_heads_take_adapters(family, changes, options, tmp_path):
+    model = families.tiny_model(family, **changes)
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda",
+                 enable_lora=True, **options)
+    adapted = lora.adapt_ends(model, tmp_path / "peft")
+    llmc.compile_adapter(tmp_path / "peft", tmp_path / "case", tmp_path / "adapter")
+    with interpreted(tmp_path / "case", SLOTS, max_lora_rank=12,
+                     adapters={"own": tmp_path / "adapter"}) as llm:
+        with_adapter, without = llm.generate([PROMPTS[0]] * 2, PARAMS, adapter=["own", None])
+    lora.assert_generates(adapted, with_adapter, 3e-5)
+    lora.assert_generates(model, without, 3e-5)
+
+
 def test_modules_of_a_layer_are_parts_of_a_slot():
     layer = LoraLayer(name="qkv", group=0, dtype="bfloat16", rows=(
         LayerRows(module="q", start=0, stop=4), LayerRows(module="v", start=0, stop=2),

@@ -43,6 +43,10 @@ def test_a_model_type_without_a_causal_lm(hf, tmp_path):
     refused(hf, tmp_path, "cannot build 'clip' as a causal LM: it has no such class")
 
 
+def test_hf_dir_beside_a_model_that_is_no_onnx_file(hf, tmp_path):
+    refused(hf, tmp_path, "hf_dir '.*' is given, but '.*' is not an .onnx file", hf_dir=hf)
+
+
 def test_an_empty_directory(tmp_path):
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", tmp_path, "has no config.json")
@@ -147,7 +151,7 @@ def test_a_git_lfs_pointer_in_place_of_a_file(name, hf, tmp_path):
     (hf / name).write_text(POINTER)
     model = hf / name if name.startswith("m.") else hf
     refused(model, tmp_path, f"/{re.escape(name)}' is a Git LFS pointer.*; run 'git lfs pull' in",
-            allow_pickle=True, hf_dir=hf)
+            allow_pickle=True, hf_dir=hf if name.endswith(".onnx") else None)
 
 
 def test_a_git_lfs_pointer_that_an_index_lists(hf, tmp_path):

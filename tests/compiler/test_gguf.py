@@ -226,7 +226,7 @@ def test_gguf_types_without_a_kernel_are_dequantized_with_a_note(kind, tmp_path)
         for nbytes in (1 << 30, 3000):
             found = np.concatenate(list(tensors[name].blocks(nbytes)))
             assert found.tobytes() == truth.astype(np.float32).tobytes(), name
-    note, = gguf_file._notes(read_header(path), tensors, True)
+    note, = gguf_file._notes(read_header(path), tensors)
     assert note == (f"15 weights among those in {kind} have a format without kernels: they are "
                     f"dequantized to float32, with its memory use and speed")
 
@@ -269,7 +269,7 @@ def test_a_quantized_file_is_requantized_with_an_option(q4_1, tmp_path):
                             requantize=True, progress=said.append)
     assert manifest.quantization == ("int8",) and manifest.tokenizer.path is None
     assert {form.group_size for form in manifest.chips[0].quantization.values()} == {32}
-    assert "the file has no tokenizer: the model takes and returns token ids" in said
+    assert "the model has no tokenizer: it takes and returns token ids" in said
     llmc.compile(q4_1, tmp_path / "plain", quantize="none")
     again, plain = (load_file(tmp_path / name / "chip0" / "weights.safetensors")
                     for name in ("again", "plain"))

@@ -28,7 +28,7 @@ def test_models_without_positions_by_axis_have_no_grid():
 
 def test_positions_of_another_rule_are_refused():
     with pytest.raises(llmc.LlmcError, match="'minicpmv4_7' have positions by axis that follow no "
-                                             "known rule; compile with --language_model_only"):
+                                             "known rule; compile the language model alone"):
         position_grid(CONFIG_MAPPING["minicpmv4_7"]())
 
 

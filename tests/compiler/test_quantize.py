@@ -15,6 +15,7 @@ import tracemalloc
 
 import bench_model
 import families
+import lora
 import ml_dtypes
 import numpy as np
 import onnx
@@ -649,7 +650,8 @@ def test_calibration_has_a_smaller_output_error_than_rounding_to_nearest(scheme,
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "gemma2", "starcoder2"])
 def test_channel_scaling_preserves_the_model(family, root, tmp_path):
     model, raw = model_and_raw(family, root)
-    raw, options, rng = families.copy_raw(raw), CompileOptions(), np.random.default_rng(5)
+    raw, rng = families.copy_raw(raw), np.random.default_rng(5)
+    options = CompileOptions(enable_lora=True, tp_size=2 if family == "phi3" else 1)
     fused = fuse(raw, options)
     graph, = fused.graphs
     pairs = [pair for node in graph.nodes if (pair := find_pair(graph, node)) is not None]
@@ -661,6 +663,13 @@ def test_channel_scaling_preserves_the_model(family, root, tmp_path):
     (tmp_path / "case").mkdir()
     api.write(raw, divide(fused, options), Target(kind="cpu"), options, tmp_path / "case")
     families.assert_close(logits(tmp_path / "case"), families.reference_logits(model, TOKENS))
+    factors = lora.make(model, lora.linear_layers(model))  # are scaled, too
+    llmc.compile_adapter(lora.save(tmp_path / "peft", factors), tmp_path / "case",
+                         tmp_path / "adapter")
+    with llmc.LLM(tmp_path / "case", adapters={"own": tmp_path / "adapter"}) as llm:
+        completion, = llm.generate([TOKENS], llmc.SamplingParams(
+            max_tokens=3, temperature=0, ignore_eos=True, logprobs=0), adapter="own")
+    lora.assert_generates(lora.merged(model, factors), completion, 2e-5)
 
 
 def test_calibration_holds_one_layer_in_memory(tmp_path):

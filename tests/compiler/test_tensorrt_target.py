@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime as ort
+import pooling
 import pytest
 from on_device import in_kernel_order
 from schedule_interpreter import Interpreters
@@ -110,6 +111,36 @@ def test_onnx_runtime_runs_the_graph_on_polygraphy_s_inputs(builder, family, dty
     model = families.tiny_model(family)
     families.assert_close(results["logits"][:, :families.VOCAB].astype(np.float32),
                           families.reference_logits(model, [1, 2, 3, 4])[-1:], tolerance)
+
+
+@pytest.mark.parametrize(("name", "task", "kind", "dtype"), [
+    ("bert", "embed", "mean", "float32"), ("roberta", "token_classify", "", "float16"),
+    ("modernbert", "classify", "", "float16"), ("qwen3", "embed", "last", "float32")])
+def test_pooled_rows_are_transformers(builder, name, task, kind, dtype, tmp_path):
+    """Encoders without caches, and a decoder with them, by ONNX Runtime."""
+    fields = {**pooling.ENCODERS, **pooling.DECODERS}[name]
+    model = pooling.save(name, fields, tmp_path / "hf", task, kind,
+                         **({} if task == "embed" else {"num_labels": 3}))
+    llmc.compile(tmp_path / "hf", tmp_path / "case", target="tensorrt", dtype=dtype)
+    manifest, chip = read_manifest(tmp_path / "case"), tmp_path / "case" / "chip0"
+    assert manifest.pooling.task == task
+    assert manifest.chips[0].outputs[0].shape == (
+        "num_tokens" if task == "token_classify" else "batch", 64 if task == "embed" else 3)
+    session = ort.InferenceSession(str(chip / "graph.onnx"), providers=["CPUExecutionProvider"])
+    assert bool([own for own in session.get_inputs() if "_cache_" in own.name]) == (name == "qwen3")
+    inputs, = runpy.run_path(str(chip / "polygraphy_inputs.py"))["load_data"]()
+    for texts in [[[1, 2, 3, 4]], *([] if name == "qwen3" else [[[7, 8, 9], [5, 6]]])]:
+        ends = np.cumsum([0, *map(len, texts)])
+        inputs |= {"input_ids": np.concatenate(texts), "cu_seqlens": ends,
+                   "past_lens": np.zeros(len(texts)), "token_type_ids": np.zeros(ends[-1]),
+                   "position_ids": np.concatenate([np.arange(len(own)) for own in texts])}
+        rows, = session.run(["pooled"], {
+            own.name: inputs[own.name].astype(inputs[own.name].dtype if "cache" in own.name
+                                              else np.int32) for own in session.get_inputs()})
+        each = np.split(rows, ends[1:-1]) if task == "token_classify" else list(rows)
+        pooling.assert_rows([own.astype(np.float32) for own in each],
+                            [pooling.reference(model, ids, kind) for ids in texts],
+                            {"float32": 1e-5, "float16": 2e-2}[dtype])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

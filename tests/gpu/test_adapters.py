@@ -145,6 +145,29 @@ def test_a_gated_layer_with_adapters_quantizes_its_output(extension, name, rows,
     check_adapted(extension, name, fields | {"out_scale": 0.0125}, inputs, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "vocab", "hidden", "ranks", "fields"), [
+    (1, 1000, 512, [16], {}), (9, 301, 104, [8, 0, 256], {"scale": 22.5}),
+    (300, 4096, 576, [8, 16, 32], {"vocab_start": 2000, "vocab_sharded": 1}),
+    (33, 100, 36, [8, 24], {"scale": 0.5})])
+@pytest.mark.parametrize("stored", ["", "int8"])
+def test_embeddings_add_the_adapters_of_their_tokens(extension, stored, tokens, vocab, hidden,
+                                                     ranks, fields, dtype):
+    rng = np.random.default_rng(tokens)
+    inputs = {"input_ids": rng.integers(0, vocab + fields.get("vocab_start", 0), tokens),
+              "table": rng.standard_normal((vocab, hidden)),
+              "position_ids": rng.integers(0, 5, tokens),
+              "position_table": rng.standard_normal((5, hidden))}
+    inputs |= adapters(rng, tokens, vocab, hidden, ranks, 1)
+    inputs["lora_down"] *= vocab**0.5  # a token reads one column
+    if stored:
+        fields = {**fields, "weight_dtype": stored, "group_size": hidden, "in_features": hidden,
+                  "out_features": vocab}
+        inputs |= {"table": rng.integers(0, 256, (vocab, hidden), dtype=np.uint8),
+                   "weight_scale": rng.uniform(0.005, 0.01, (vocab, 1)).astype(np.float32)}
+    check_adapted(extension, "Embedding", fields, inputs, dtype)
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """A tiny Llama: its cases for cpu and cuda, and its adapters for each, by name."""
@@ -253,4 +276,23 @@ def test_tokens_are_those_of_the_program(extension, family, options, tmp_path):
         with run(tmp_path / "case", adapters={"own": tmp_path / "adapter"}) as llm:
             made.append([own.token_ids for own in llm.generate(
                 PROMPTS, PARAMS, adapter=["own", None, "own", None])])
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize(("family", "changes", "options"), [
+    ("llama", {"tie_word_embeddings": True}, {}), ("gemma2", {}, {}), ("gpt2", {}, {}),
+    ("llama", {"intermediate_size": 96}, {"quantize": "int4", "group_size": 32})])
+def test_embeddings_and_heads_take_adapters(extension, family, changes, options, tmp_path):
+    """In prefill and in captured decode steps, against the cpu target."""
+    model = families.tiny_model(family, **changes)
+    hf = families.save(model, tmp_path / "hf")
+    lora.adapt_ends(model, tmp_path / "peft")
+    made = []
+    for target in ("cuda", "cpu"):
+        case = tmp_path / target
+        llmc.compile(hf, case, target=target, enable_lora=True, **options)
+        llmc.compile_adapter(tmp_path / "peft", case, tmp_path / f"own_{target}")
+        directories = dict.fromkeys(KINDS, tmp_path / f"own_{target}")
+        made.append(tokens((case, directories), [(PROMPTS[0], "all"), (PROMPTS[0], None),
+                                                 (PROMPTS[1], "all")]))
     assert made[0] == made[1]

@@ -136,6 +136,11 @@ def test_attention_with_a_bias_by_distance(extension, new, past, dim, heads, kv_
     ((20, 9), (5, 0), 72, 4, 2, {"block_size": 8}),
     ((30, 1, 9), (50, 300, 300), 128, 8, 2, {"block_size": 16}),
     ((7, 0, 70), (5, 90, 90), 96, 4, 4, {"block_size": 16, "window": 40}),
+    ((1,) * 4, (300, 0, 63, 1000), 128, 8, 2, {"by_axis": True, "norms": "qk"}),
+    ((1,) * 40, tuple(range(0, 1000, 25)), 64, 4, 2, {"by_axis": True, "block_size": 16}),
+    ((130, 3, 64), (0, 50, 10), 128, 8, 2, {"by_axis": True, "block_size": 32}),
+    ((30, 1, 9), (50, 300, 300), 256, 4, 1, {"by_axis": True, "block_size": 16, "norms": "qk"}),
+    ((20, 9), (5, 0), 72, 4, 2, {"by_axis": True}),
 ])
 def test_attention(extension, new, past, dim, heads, kv_heads, more, dtype):
     sample = _sample(np.random.default_rng(1), new, past, dim, heads=heads, kv_heads=kv_heads,

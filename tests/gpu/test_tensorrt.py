@@ -10,6 +10,7 @@ from pathlib import Path
 
 import families
 import numpy as np
+import pooling
 import pytest
 import torch
 import two_models
@@ -18,6 +19,7 @@ import llmc
 from llmc.compiler.check.diff import diff
 from llmc.compiler.options import CompileOptions
 from llmc.compiler.targets import tensorrt
+from llmc.runtime.core.pooling import Input
 from llmc.runtime.engines.tensorrt import TensorRTEngine, plugin_library, tensorrt_library
 
 SHORT = llmc.SamplingParams(max_tokens=32, ignore_eos=True)
@@ -67,6 +69,24 @@ def test_tokens_are_the_cuda_target_s(compiled, sampling):
         with llmc.LLM(compiled / target, max_batch_size=3) as llm:
             results.append(llm.generate(prompts, params))
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(("name", "task", "kind"), [
+    ("bert", "embed", "mean"), ("roberta", "token_classify", ""), ("mpnet", "embed", "cls"),
+    ("modernbert", "classify", ""), ("eurobert", "embed", "mean"), ("qwen3", "embed", "last")])
+def test_pooled_rows_are_transformers(found, name, task, kind, dtype, tmp_path):
+    """Of texts together and alone, in several steps; not yet run on a GPU."""
+    fields = {**pooling.ENCODERS, **pooling.DECODERS}[name]
+    model = pooling.save(name, fields, tmp_path / "hf", task, kind,
+                         **({} if task == "embed" else {"num_labels": 3}))
+    compile(tmp_path / "hf", tmp_path / "case", dtype=dtype)
+    texts = pooling.texts((5, 1, 17, 40, 9, 60, 1, 33))
+    expected = [pooling.reference(model, ids, kind) for ids in texts]
+    tolerance = {"float32": 1e-4, "float16": 5e-2}[dtype]
+    with llmc.LLM(tmp_path / "case") as llm:
+        pooling.assert_rows(llm.pool([Input(ids) for ids in texts]), expected, tolerance)
+        pooling.assert_rows(llm.pool([Input(texts[3])]), expected[3:4], tolerance)
 
 
 def test_float8_caches_give_the_cuda_target_s_tokens(compiled, tmp_path):

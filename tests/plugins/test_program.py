@@ -718,7 +718,7 @@ def test_nodes_take_adapters_in_slots(slotted):
 @pytest.fixture
 def with_embeds(slotted):
     """A program whose embeddings may be replaced by rows of 8 numbers."""
-    ids, rows = slotted.add_input("embed_ids", "int32"), slotted.add_embeds(8)
+    ids, rows = slotted.add_input("embed_ids", "int32"), slotted.add_embeds("embeds", 8)
     x, y = (slotted.add_value("float32", [T, 8], offset, False) for offset in (0, 32))
     slotted.add_node("InputEmbeds", {}, [x, rows, ids], [y])
     slotted.set_logits(slotted.add_value("float32", [L, 16], 0, True), 8)
@@ -743,6 +743,61 @@ def test_steps_may_have_rows_in_place_of_embeddings(with_embeds):
 def test_invalid_rows_are_refused(extension, with_embeds, rows, ids, match):
     made = replace(step(), memory=None, embeds=np.zeros(rows, np.float32), embed_ids=ints(*ids))
     with pytest.raises(extension.CudaError, match=match):
+        with_embeds.check_step(8, *step_arrays(made))
+
+
+@pytest.fixture
+def by_axis(with_embeds):
+    """A program that also takes positions by axis, and rows of a deep layer."""
+    with_embeds.add_input("rotary_positions", "int32")
+    ids, rows = 7, with_embeds.add_embeds("deep_embeds_0", 8)  # embed_ids is the eighth input
+    x, y = (with_embeds.add_value("float32", [T, 8], offset, False) for offset in (0, 32))
+    with_embeds.add_node("AddEmbeds", {}, [x, rows, ids], [y])
+    return with_embeds
+
+
+def test_rows_of_deep_layers_and_positions_by_axis(by_axis):
+    made = replace(step(), memory=None, embeds=np.zeros((2, 8), np.float32),
+                   embed_ids=ints(0, 1, -1, 0))
+    deep = np.zeros((1, 2, 8), np.float32)
+    for changes in ({}, {"deep_embeds": deep},
+                    {"rotary_positions": np.zeros((4, 3), np.int32)}):
+        by_axis.check_step(8, *step_arrays(replace(made, **changes)))
+
+
+@pytest.mark.parametrize(("changes", "match"), [
+    ({"deep_embeds": np.zeros((1, 3, 8), np.float32)}, "deep_embeds has 24 elements, expected 16"),
+    ({"deep_embeds": np.zeros((2, 2, 8), np.float32)}, "deep_embeds has 32 elements, expected 16"),
+    ({"embeds": np.zeros((0, 0), np.float32), "embed_ids": ints(),
+      "deep_embeds": np.zeros((1, 2, 8), np.float32)},
+     "deep_embeds without embed_ids has 16 elements, expected 0"),
+    ({"rotary_positions": np.zeros((3, 3), np.int32)}, "rotary_positions has 9 elements"),
+    ({"rotary_positions": np.full((4, 3), -1, np.int32)}, r"rotary_positions\[0\] is -1"),
+    ({"rotary_positions": np.full((4, 3), 2**20, np.int32)}, "is 1048576, expected 0 to"),
+])
+def test_invalid_rows_of_deep_layers_and_positions_by_axis_are_refused(extension, by_axis, changes,
+                                                                       match):
+    made = replace(step(), memory=None, **{"embeds": np.zeros((2, 8), np.float32),
+                                           "embed_ids": ints(0, 1, -1, 0), **changes})
+    with pytest.raises(extension.CudaError, match=match):
+        by_axis.check_step(8, *step_arrays(made))
+
+
+@pytest.mark.parametrize(("declare", "match"), [
+    (lambda p: p.add_embeds("embeds", 8), "input embeds is declared twice"),
+    (lambda p: p.add_embeds("deep_embeds_0", 4), "rows of 4 numbers, others of 8"),
+    (lambda p: p.add_embeds("deep_embeds_x", 8), "unknown input of embeddings 'deep_embeds_x'"),
+    (lambda p: p.add_embeds("deep_embeds_999", 8), "unknown input of embeddings"),
+    (lambda p: p.add_input("rotary_positions", "int64"), "rotary_positions is of int32, not int64"),
+])
+def test_invalid_inputs_of_rows_are_refused(extension, with_embeds, declare, match):
+    with pytest.raises(extension.CudaError, match=match):
+        declare(with_embeds)
+
+
+def test_positions_by_axis_need_a_program_that_takes_them(extension, with_embeds):
+    made = replace(step(), memory=None, rotary_positions=np.zeros((4, 3), np.int32))
+    with pytest.raises(extension.CudaError, match="positions by axis, which the program does not"):
         with_embeds.check_step(8, *step_arrays(made))
 
 

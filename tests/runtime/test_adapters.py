@@ -1,6 +1,5 @@
 """LoRA adapters of requests: as a torch model with the adapter merged, in any company."""
 
-import copy
 import json
 import shutil
 import threading
@@ -9,7 +8,6 @@ import families
 import lora
 import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner
 
 import llmc
@@ -116,26 +114,8 @@ def test_embeddings_and_heads_take_adapters(family, changes, options, tmp_path):
     model = families.tiny_model(family, **changes)
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", enable_lora=True,
                  **options)
-    rng = np.random.default_rng(3)
-    modules = {id(module): name for name, module in model.named_modules()}
-    table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    vocab, hidden = table.weight.shape
-    left, right, head_left, head_right = (
-        (0.3 * rng.standard_normal(shape)).astype(np.float32)
-        for shape in ((4, vocab), (hidden, 4), (4, hidden), (vocab, 4)))
-    names = [f"{lora.PREFIX}{modules[id(own)]}" for own in (table, head)]
-    lora.save(tmp_path / "peft", {}, tensors={
-        f"{names[0]}.lora_embedding_A": left, f"{names[0]}.lora_embedding_B": right,
-        f"{names[1]}.lora_A.weight": head_left, f"{names[1]}.lora_B.weight": head_right,
-        # PEFT saves the base's own, too.
-        **{f"{name}.base_layer.weight": own.weight.detach().numpy().copy()
-           for name, own in zip(names, (table, head), strict=True)}})
+    adapted = lora.adapt_ends(model, tmp_path / "peft")
     llmc.compile_adapter(tmp_path / "peft", tmp_path / "case", tmp_path / "adapter")
-    adapted = copy.deepcopy(model)
-    with torch.no_grad():
-        for own, delta in ((adapted.get_input_embeddings(), (right @ left).T),
-                           (adapted.get_output_embeddings(), head_right @ head_left)):
-            own.weight = torch.nn.Parameter(own.weight + 2 * torch.from_numpy(delta))
     with llmc.LLM(tmp_path / "case", adapters={"own": tmp_path / "adapter"}) as own:
         with_adapter, without = own.generate([PROMPTS[0]] * 2, PARAMS, adapter=["own", None])
     tolerance = 0.02 if "quantize" in options else 2e-5

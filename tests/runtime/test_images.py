@@ -1,69 +1,29 @@
 """Prompts with images: compiled encoders and language models generate as transformers does."""
 
 import asyncio
-import inspect
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from image_models import MODELS, images, write_model
+from image_models import (
+    GREEDY,
+    MODELS,
+    assert_generates,
+    assert_image_diff,
+    images,
+    prompts_of,
+    write_model,
+)
 
 import llmc
 from llmc.artifacts.manifest import read_manifest
 from llmc.compiler.check.execute import run_chips
-from llmc.compiler.check.images import read_prompt
+from llmc.compiler.options import CompileOptions
+from llmc.compiler.preflight import About, check_model
 from llmc.runtime.engines import media_encoders
 
-GREEDY = llmc.SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, logprobs=0)
 COMMON = ("llava",)  # the others are thorough
-
-
-def joined(arrays):
-    """Arrays of several images as transformers' processors join them: padded to one size."""
-    shape = np.max([own.shape[1:] for own in arrays], 0)
-    axis = 0
-    if len(shape) == 4:  # images of several tiles
-        axis, shape = 1, shape[1:]
-        arrays = [own[0] for own in arrays]
-    padded = [np.pad(own, [(0, 0), *((0, size - had) for size, had in zip(
-        shape, own.shape[1:], strict=True))]) for own in arrays]
-    whole = np.concatenate(padded)
-    return whole[None] if axis else whole
-
-
-def expected(model, prompt, token, count=10):
-    """Greedy tokens and their log-probabilities by transformers; `token` is that of rows."""
-    arrays = [own.item.arrays for own in prompt.ranges]
-    given = {name: torch.from_numpy(joined([own[name] for own in arrays]))
-             for name in (arrays[0] if arrays else ())}
-    ids = torch.tensor([prompt.token_ids])
-    kinds = {name: (ids == token).int() for name in ("mm_token_type_ids", "token_type_ids")
-             if given and name in inspect.signature(model.forward).parameters}
-    with torch.no_grad():
-        made = model.generate(ids, **given, **kinds, max_new_tokens=count, do_sample=False,
-                              eos_token_id=None, pad_token_id=0, output_logits=True,
-                              return_dict_in_generate=True)
-    return made.sequences[0, ids.shape[1]:].tolist(), \
-        [float(logits[0].double().log_softmax(-1).max()) for logits in made.logits]
-
-
-def assert_generates(model, llm, prompt, completion, tolerance=1e-4):
-    """As transformers does; `prompt` has `prompt` and `images`."""
-    inputs = llm.processor.description.image
-    token = inputs.placeholder_id if inputs.row_token_id is None else inputs.row_token_id
-    read = llm.media_prompt(prompt["prompt"], images=prompt["images"])
-    tokens, logprobs = expected(model, read, token, len(completion.token_ids))
-    assert list(completion.token_ids) == tokens
-    assert [own.chosen for own in completion.logprobs] == pytest.approx(logprobs, abs=tolerance)
-
-
-def prompts_of(llm):
-    """Prompts with 0, 1 and 3 images of odd sizes."""
-    own = llm.processor.placeholders["image"]
-    return [{"prompt": "hello there", "images": []},
-            {"prompt": f"see {own} now", "images": images(1)},
-            {"prompt": f"a {own} b {own} d {own} c", "images": images(3)}]
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -158,9 +118,12 @@ def test_bad_input_is_named_and_leaves_other_prompts_alone(model, tmp_path):
                 ({"prompt": own, "images": [b"no picture"]}, "image 0: "),
                 ({"prompt": own, "images": [tmp_path / "absent.png"]}, "cannot be read"),
                 ({"prompt": "none", "images": images(1)}, "give one placeholder per item"),
-                ({"prompt": own, "audio": [b""]}, "takes no audio")):
+                ({"prompt": own, "audio": [b""]}, "takes no audio"),
+                ({"prompt": own, "videos": [images(2)]}, "has videos, which llmc does not")):
             with pytest.raises(llmc.LlmcError, match=message):
                 llm.generate([prompt, "fine"], GREEDY)
+        with pytest.raises(llmc.LlmcError, match="part 0 of message 0 is a video, which llmc does"):
+            llm.chat_prompt([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}])
         with pytest.raises(llmc.LlmcError, match="prompt_logprobs is given for a prompt with"):
             llm.generate(prompts_of(llm)[1], llmc.SamplingParams(prompt_logprobs=1))
         assert len(llm.generate("fine", GREEDY)[0].token_ids) == 10
@@ -174,11 +137,11 @@ def test_a_model_that_uses_rows_in_another_way_is_refused_before_the_export(tmp_
 
 
 def test_the_language_model_alone_is_compiled_on_request(model, tmp_path):
-    hf = model[1].parent / "hf"
-    with pytest.raises(llmc.LlmcError, match="'LlavaForConditionalGeneration' takes images, which "
-                                             "target 'cuda' does not support"):
-        llmc.compile(hf, tmp_path / "case", target="cuda")
-    manifest = llmc.compile(hf, tmp_path / "case", language_model_only=True)
+    about = About({"model_type": "llava"}, {}, False, media=("image",))
+    with pytest.raises(llmc.LlmcError, match="'llava' takes images, which target 'tensorrt' does "
+                                             "not support; compile with --target cpu or cuda"):
+        check_model(CompileOptions(target="tensorrt"), about)
+    manifest = llmc.compile(model[1].parent / "hf", tmp_path / "case", language_model_only=True)
     assert manifest.image is None and manifest.embeds_width is None
     with llmc.LLM(tmp_path / "case") as llm, \
             pytest.raises(llmc.LlmcError, match="takes neither images nor audio"):
@@ -235,8 +198,12 @@ def test_diff_runs_texts_alone(by_axis):
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0].numpy()
     assert np.abs(chip["logits"][:, :expected.shape[1]] - expected).max() < 1e-4
-    with pytest.raises(llmc.LlmcError, match="not supported for a model with positions by axis"):
-        read_prompt(manifest, case, None, [])
+
+
+def test_diff_compares_images(by_axis, tmp_path):
+    """Rows, also of deep layers, and layers at positions by axis."""
+    _, case = by_axis
+    assert_image_diff(case, tmp_path)
 
 
 def test_drafts_have_positions_after_the_images(by_axis):

@@ -58,6 +58,7 @@ class Histories:
         self.behind = False  # whether a step was submitted before the one before it was read
         self.longest = self.tickets = self.drafts = self.proposals = self.homeless = 0
         self.proposing = []  # of each step, whether the draft model runs
+        self.following = 0  # steps that continue from tokens that were not read
 
     def submit(self, step):
         assert step.num_tokens <= self.limits.max_tokens
@@ -74,6 +75,7 @@ class Histories:
         drafts = int(step.num_drafts.sum())
         self.drafts += drafts
         self.proposing.append(step.propose is not None)
+        self.following += LAST in step.token_ids
         assert self.slots is not None or not len(step.num_uncommitted)
         rows, copies = self.slots.place(step) if self.slots else ((), np.empty((0, 2), int))
         for old, new in copies.tolist():
@@ -428,6 +430,17 @@ def proposing(wishes, costs):
                     num_drafts=None, costs=costs)
     assert all(own.got == own.alone() for own in wishes)
     return engine.proposing, engine.drafts
+
+
+@pytest.mark.parametrize(("costs", "drafts"), [(CHEAP, True), (DEAR, False)])
+def test_only_drafts_wait_for_the_steps_in_flight(costs, drafts):
+    """Of an engine that verifies drafts only after they have been read."""
+    own = wish([1] * 3, 40, drafts="engine")
+    _, engine = run([own], EngineLimits(40, 4, 16, 2, 512, 2, max_drafts=3, proposes=True,
+                                        keeps_states=True), 16, 2, num_drafts=None,
+                    costs={1: costs})
+    assert own.got == own.alone() and (engine.drafts > 0) == drafts
+    assert (engine.following > 30) == (not drafts)
 
 
 def test_a_draft_model_does_not_run_if_no_drafts_pay_off():

@@ -112,6 +112,56 @@ def test_metrics_have_the_adapter_s_name(served):
     assert re.search(r'vllm:lora_requests_info{max_lora="8",running_lora_adapters="[^"]*"', text)
 
 
+@pytest.fixture(scope="module")
+def two_bases(tiny_model, tiny_hf, directories, lora_case, tmp_path_factory):
+    """A server of two models with adapters, and the directory of an adapter of the second."""
+    root = tmp_path_factory.mktemp("two")
+    llmc.compile(tiny_hf, root / "other", enable_lora=True, max_seq_len=32)
+    factors = lora.make(tiny_model, lora.linear_layers(tiny_model), seed=1)
+    llmc.compile_adapter(lora.save(root / "peft", factors), root / "other", root / "late")
+    with serving(lora_case(1), root / "other", "--served_model_name", "other", "--lora_modules",
+                 f"sql={directories / 'sql'}", "--lora_modules", f"own={root / 'late'}",
+                 "--allow_runtime_lora_updating") as own:
+        yield own, root / "late"
+
+
+def test_an_adapter_belongs_to_the_model_that_it_was_compiled_for(two_bases, directories, texts):
+    served, late = two_bases
+    parents = {model.id: model.parent for model in served.client.models.list()}
+    assert parents == {"tiny": None, "sql": "tiny", "other": None, "own": "other"}
+    for name, text in (("sql", "sql"), ("own", "chat"), ("other", "tiny"), ("tiny", "tiny")):
+        answer = served.client.completions.create(model=name, prompt=PROMPT, **FIELDS)
+        assert (answer.model, answer.choices[0].text) == (name, texts[text])
+
+    def update(kind, **body):
+        return served.post_text(f"/v1/{kind}_lora_adapter", body)
+
+    assert update("load", lora_name="late", lora_path=str(late))[0] == 200
+    assert served.client.models.retrieve("late").parent == "other"
+    for body, message in (
+            (dict(lora_name="sql", lora_path=str(late)), "the name of an adapter of 'tiny'"),
+            (dict(lora_name="other", lora_path=str(late)), "is the name of the model"),
+            (dict(lora_name="x", lora_path=str(late), model="tiny"), "another case directory"),
+            (dict(lora_name="x", lora_path=str(directories / "no")), "has no adapter_info.json")):
+        status, text = update("load", **body)
+        assert status == 400 and message in text, text
+    assert update("unload", lora_name="late", model="tiny")[0] == 404
+    assert update("unload", lora_name="late")[0] == 200
+    assert update("unload", lora_name="late")[0] == 404
+    with pytest.raises(openai.NotFoundError, match="this server has 'tiny', 'other' and 2 adapt"):
+        served.client.completions.create(model="late", prompt=PROMPT)
+
+
+def test_adapters_of_none_of_several_models_are_refused(directories, lora_case, case_tp1):
+    from llmc.server.serve import serve
+    for cases, message in (
+            ([case_tp1, case_tp1], "no model takes adapters"),
+            ([lora_case(1), lora_case(1)], "compiled for 'a' and 'b', which are equal"),
+            ([lora_case(2), case_tp1], "another case directory than 'a'")):
+        with pytest.raises(llmc.LlmcError, match=message):
+            serve(cases, served_model_name=["a", "b"], adapters={"sql": directories / "sql"})
+
+
 def test_updates_need_an_option(server):
     assert server.post("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "b"})[0] == 404
     assert "lora" not in server.get("/openapi.json")

@@ -445,7 +445,7 @@ def _add_axes(graph: gs.Graph, shape: Sequence[str | int] | None, axes: tuple[in
     key = b"axes" + values.tobytes()
     if key not in shared:
         suffix = f".{len(shared)}" if any(key.startswith(b"axes") for key in shared) else ""
-        shared[key] = gs.Constant(f"rotary.axes{suffix}", values),
+        shared[key] = gs.Constant(f"rotary.axes{suffix}", Weight.of(values)),
     inputs["rotary_axes"], = shared[key]
 
 

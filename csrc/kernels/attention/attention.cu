@@ -52,6 +52,7 @@ __global__ void append_kernel(AttentionParams p) {
   const int position = p.past_lens[sequence] + token - start_of(p, sequence);
   const int all = qkv_heads(p);
   const float factor = query_factor(p, position);
+  const RotaryRow rotary(p, token, position);
   for (int h = blockIdx.y * kWarps + warp; h < all; h += gridDim.y * kWarps) {
     const bool is_query = h < p.num_heads, is_value = h >= p.num_heads + p.num_kv_heads;
     const T* source =
@@ -60,7 +61,7 @@ __global__ void append_kernel(AttentionParams p) {
                             is_query   ? p.q_norm
                             : is_value ? p.v_norm
                                        : p.k_norm,
-                            position, !is_value);
+                            rotary, !is_value);
     auto write = [&](auto* target) {
       for (int i = lane; i < p.head_dim; i += 32)
         target[i] = from_float<std::remove_pointer_t<decltype(target)>>(
@@ -93,8 +94,7 @@ __global__ void append_vectors_kernel(AttentionParams p) {
   const int all = qkv_heads(p), vectors = p.head_dim / kWidth;
   const float factor = query_factor(p, position);
   const int half = p.cos == nullptr ? 0 : p.rotary_dim / 2;
-  const float* cos = p.cos + static_cast<int64_t>(position) * half;
-  const float* sin = p.sin + static_cast<int64_t>(position) * half;
+  const RotaryRow rotary(p, token, position);
   const T* row = static_cast<const T*>(p.qkv) + token * p.qkv_stride;
   for (int i = threadIdx.x; i < all * vectors; i += blockDim.x) {
     const int h = i / vectors, at = i % vectors * kWidth;
@@ -109,8 +109,9 @@ __global__ void append_vectors_kernel(AttentionParams p) {
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
         const float y = to_float(other.data[k]);
-        const int angle = (first ? at : at - half) + k;
-        value[k] = value[k] * cos[angle] + (first ? -y : y) * sin[angle];
+        const int pair = (first ? at : at - half) + k;
+        const int64_t angle = rotary.of(pair) * half + pair;
+        value[k] = value[k] * p.cos[angle] + (first ? -y : y) * p.sin[angle];
       }
     }
     if (is_query) {
@@ -192,18 +193,19 @@ __global__ void __launch_bounds__(kWarps * 32)
   C* values = static_cast<C*>(p.value_cache);
   if constexpr (kFused) {
     const T* qkv = static_cast<const T*>(p.qkv) + token * p.qkv_stride;
+    const RotaryRow rotary(p, token, position);
     for (int h = warp; h < heads; h += kWarps)
-      norm_and_rope<T, kMost>(queries + h * dim, qkv + (first_head + h) * dim, p, p.q_norm,
-                              position, true);
+      norm_and_rope<T, kMost>(queries + h * dim, qkv + (first_head + h) * dim, p, p.q_norm, rotary,
+                              true);
     if (to == position + 1 && warp == kWarps - 1 && !p.reads) {
       // The block that reads the new position also writes it; blocks of the same KV head write the
       // same values.
       float* scratch = sums;
       const T* key = qkv + (p.num_heads + kv_head) * dim;
-      norm_and_rope<T, kMost>(scratch, key, p, p.k_norm, position, true);
+      norm_and_rope<T, kMost>(scratch, key, p, p.k_norm, rotary, true);
       for (int i = lane; i < dim; i += 32) keys[row(position) + i] = from_float<C>(scratch[i]);
       __syncwarp();
-      norm_and_rope<T, kMost>(scratch, key + p.num_kv_heads * dim, p, p.v_norm, position, false);
+      norm_and_rope<T, kMost>(scratch, key + p.num_kv_heads * dim, p, p.v_norm, rotary, false);
       for (int i = lane; i < dim; i += 32) values[row(position) + i] = from_float<C>(scratch[i]);
     }
   } else {

@@ -87,13 +87,32 @@ __device__ __forceinline__ float query_factor(const AttentionParams& p, int posi
   return p.query_scale == nullptr ? 1.f : p.query_scale[position];
 }
 
+// Positions by which a row of qkv is rotated, given its position in the cache.
+struct RotaryRow {
+  __device__ RotaryRow(const AttentionParams& p, int64_t row, int position) : axes(p.rotary_axes) {
+#pragma unroll
+    for (int axis = 0; axis < kernels::kRotaryAxes; ++axis)
+      by_axis[axis] =
+          axes == nullptr ? position : p.rotary_positions[row * kernels::kRotaryAxes + axis];
+  }
+
+  // Position of a pair of elements.
+  __device__ __forceinline__ int64_t of(int pair) const {
+    const int axis = axes == nullptr ? 0 : axes[pair];
+    return axis == 0 ? by_axis[0] : axis == 1 ? by_axis[1] : by_axis[2];
+  }
+
+  const int32_t* axes;
+  int by_axis[kernels::kRotaryAxes];
+};
+
 // A warp loads one head, normalizes it (with a weight) and applies RoPE (with cos and sin), or in
 // the other order, and leaves it in `head` (shared memory, float32 [head_dim]). head_dim is at most
 // kMost.
 template <typename T, int kMost>
 __device__ __forceinline__ void norm_and_rope(float* head, const T* source,
                                               const AttentionParams& p, const float* weight,
-                                              int position, bool turn) {
+                                              const RotaryRow& row, bool turn) {
   const int lane = threadIdx.x % 32, dim = p.head_dim;
   const int half = turn && p.cos != nullptr ? p.rotary_dim / 2 : 0;
   constexpr int kPairs = (kMost / 2 + 31) / 32;
@@ -101,7 +120,7 @@ __device__ __forceinline__ void norm_and_rope(float* head, const T* source,
 #pragma unroll
   for (int k = 0; k < kPairs; ++k) {
     const int i = lane + 32 * k;
-    const int64_t at = static_cast<int64_t>(position) * half + i;
+    const int64_t at = i < half ? row.of(i) * half + i : 0;
     cos[k] = i < half ? p.cos[at] : 0.f;
     sin[k] = i < half ? p.sin[at] : 0.f;
   }

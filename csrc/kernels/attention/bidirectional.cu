@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(kPrepareWarps * 32) prepare_heads_kernel(Prepa
   auto copy = [&](void* to, const void* from, int64_t stride, int count, int h, const float* weight,
                   bool turn) {
     norm_and_rope<T, kMostHeadDim>(own, static_cast<const T*>(from) + row * stride + h * dim, how,
-                                   weight, position, turn);
+                                   weight, RotaryRow(how, row, position), turn);
     T* target = static_cast<T*>(to) + (static_cast<int64_t>(row) * count + h) * dim;
     for (int i = lane; i < dim; i += 32) target[i] = from_float<T>(own[i]);
     __syncwarp();

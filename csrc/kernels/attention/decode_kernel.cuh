@@ -154,7 +154,8 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>)
     // The row, counted from the sequence's first.
     const int index = !kRows ? 0 : is_query ? earlier + of_kind / heads : first_fresh + of_kind;
     const int position = fresh_kv.position + index;
-    const T* qkv = static_cast<const T*>(p.qkv) + (sequence - earlier + index) * p.qkv_stride;
+    const int token = sequence - earlier + index;
+    const T* qkv = static_cast<const T*>(p.qkv) + token * p.qkv_stride;
     C* const fresh = (is_value ? fresh_kv.value : fresh_kv.key) + index * S::kPitch;
     C* const row = (is_value ? values : keys) + row_of(position);
     if ((p.reads || p.appended) && !is_query) {
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident<C, kSteps, kWarps>)
                               is_query   ? p.q_norm
                               : is_value ? p.v_norm
                                          : p.k_norm,
-                              position, !is_value);
+                              RotaryRow(p, token, position), !is_value);
     if (is_query) {
       const float factor = query_factor(p, position);
       for (int i = lane; i < S::kDim; i += 32)

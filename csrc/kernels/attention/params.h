@@ -22,6 +22,7 @@ struct KvSplit {
   int32_t rows, earlier_rows;
 };
 constexpr int kMaxRows = 32;  // of a sequence in a decode step
+constexpr int kRotaryAxes = 3;
 
 // Causal attention over packed tokens; see csrc/plugins/attention/op.py for the contract.
 struct AttentionParams {
@@ -36,7 +37,11 @@ struct AttentionParams {
   const int32_t* past_lens;    // [batch]
   const float* cos;            // float32 [max_positions, rotary_dim / 2] or null
   const float* sin;
-  const float* q_norm;  // float32 [head_dim] or null
+  // Positions of each row of qkv for the rotary embedding, and the column of them for each pair of
+  // elements. Null: positions in the cache.
+  const int32_t* rotary_positions;  // [num_tokens, kRotaryAxes] or null
+  const int32_t* rotary_axes;       // [rotary_dim / 2] or null
+  const float* q_norm;              // float32 [head_dim] or null
   const float* k_norm;
   const float* v_norm;
   const float*

@@ -17,6 +17,9 @@ namespace llmc::kernels {
 
 // y[t] = table[ids[t] - vocab_start] * scale + positions[position_ids[t]]. Rows outside a table are
 // zero. table is T [rows, hidden] or quantized; positions is T [position_rows, hidden] or null.
+// With `down`, T [slots, rank, rows], and `up`, T [slots, hidden, rank], the product of adapters is
+// added to table[…]: token t has that of slot lora_ids[t], with the first ranks[slot] rows of
+// `down`, or none if the slot is -1. `rank` and these are multiples of 8.
 struct EmbeddingParams {
   void* y;
   const void* ids;  // int64, or int32 with narrow_ids
@@ -28,6 +31,9 @@ struct EmbeddingParams {
   float scale;
   bool narrow_ids;
   QuantParams quant = {};
+  const void *down = nullptr, *up = nullptr;
+  const int32_t *lora_ids = nullptr, *ranks = nullptr;
+  int rank = 0;
 };
 cudaError_t embedding(DType dtype, const EmbeddingParams& params, cudaStream_t stream);
 
@@ -40,6 +46,8 @@ struct InputEmbedsParams {
   int num_tokens, hidden;
 };
 cudaError_t input_embeds(DType dtype, const InputEmbedsParams& params, cudaStream_t stream);
+// The same, but rows of `embeds` are added to those of x.
+cudaError_t add_embeds(DType dtype, const InputEmbedsParams& params, cudaStream_t stream);
 // Rounds `count` float32 numbers to T.
 cudaError_t round_to(DType dtype, void* y, const float* x, int64_t count, cudaStream_t stream);
 

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "../attention/params.h"
 #include "../common/dtype.h"
 #include "state.h"
 
@@ -50,6 +51,7 @@ struct PrepareInputsParams {
   int32_t *sequence_starts, *sequence_past;
   // The slots of the LoRA adapters of tokens and of rows of logits, or null; -1 in padding rows.
   int32_t *lora_ids, *lora_logits_ids;  // as input_ids and logits_indices
+  int32_t* rotary_positions;            // [max(num_tokens, rows), kRotaryAxes], or null
   // Sent by the host.
   const int32_t* host_ids;  // [num_tokens]; -1: the token that the sequence's slot sampled last; -2
                             // - i: draft i after it
@@ -58,6 +60,8 @@ struct PrepareInputsParams {
   const int32_t *host_sequence_starts, *host_sequence_past;  // [num_sequences + 1], [num_sequences]
   const int32_t* host_own_from;                              // [batch]; null: no shared prefix
   const int32_t* host_lora_ids;                              // [num_tokens]; null: no adapter
+  const int32_t* host_rotary;  // [num_tokens, kRotaryAxes], given that all unread drafts are
+                               // accepted; null: of each token its position
   const BlockTableUpdate* runs;
   const int32_t* blocks;
   const int64_t* last;  // [slots]

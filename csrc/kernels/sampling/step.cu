@@ -82,17 +82,32 @@ __device__ __forceinline__ int64_t id_of(const PrepareInputsParams& p, int seque
   return max(id, int64_t{0});
 }
 
+// Writes the positions by axis of a token at a position, of a sequence with some rejected drafts.
+__device__ __forceinline__ void rotate(const PrepareInputsParams& p, int token, int position,
+                                       int rejected) {
+  if (p.rotary_positions == nullptr) return;
+#pragma unroll
+  for (int axis = 0; axis < kRotaryAxes; ++axis) {
+    const int at = token * kRotaryAxes + axis;
+    p.rotary_positions[at] = p.host_rotary == nullptr || token >= p.num_tokens
+                                 ? position
+                                 : max(p.host_rotary[at] - rejected, 0);
+  }
+}
+
 // One thread per token and per row; one block per update of the block table, in turn.
 __global__ void __launch_bounds__(kPrepareThreads) prepare_inputs_kernel(PrepareInputsParams p) {
   pdl_wait();
   pdl_launch_dependents();
   const int i = blockIdx.x * kPrepareThreads + threadIdx.x;
   if (i < p.num_tokens) {
-    const int sequence = sequence_of_token(p, i);
+    const int sequence = sequence_of_token(p, i), past = past_of(p, sequence);
     p.input_ids[i] = id_of(p, sequence, p.host_ids[i]);
-    p.position_ids[i] = past_of(p, sequence) + i - p.host_seqlens[sequence];
+    p.position_ids[i] = past + i - p.host_seqlens[sequence];
+    rotate(p, i, past + i - p.host_seqlens[sequence], p.host_past[sequence] - past);
   } else if (i < p.rows) {
     p.input_ids[i] = 0, p.position_ids[i] = 0;
+    rotate(p, i, 0, 0);
   }
   if (i < p.num_logits) p.logits_indices[i] = p.host_logits[i];
   else if (i < p.rows) p.logits_indices[i] = i;

@@ -41,7 +41,6 @@ OP = Op(
     shapes=INPUT_EMBEDS.shapes,
     dims=INPUT_EMBEDS.dims,
     body=_body,
-    has_core=False,
     integer_inputs=INPUT_EMBEDS.integer_inputs,
     reference=_reference,
     samples=INPUT_EMBEDS.samples,

@@ -760,7 +760,6 @@ OP = rounds_output(Op(
                               "key_bias", "query_scale"}),
     integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table", "rotary_positions",
                               "rotary_axes"}),
-    coreless=frozenset({"rotary_positions", "rotary_axes"}),
     cache_inputs=frozenset({"key_cache", "value_cache"}),
     core_most={"head_dim": 512},
     core_multiple={"head_dim": 8},

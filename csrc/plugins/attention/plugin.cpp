@@ -30,7 +30,7 @@ void register_attention() {
          AttentionPorts ports;
          ports.k_norm = 8, ports.block_table = 9, ports.distance_bias = 10, ports.sinks = 11;
          ports.v_norm = 12, ports.key_bias = 13, ports.query_scale = 14;
-         ports.rotary_positions = 15;
+         ports.rotary_positions = 15, ports.rotary_axes = 16;
          return std::make_unique<CachedKeysAttention>("CausalAttention", /*reads=*/false, ports,
                                                       fields);
        }});

@@ -15,7 +15,7 @@ namespace llmc {
 struct AttentionPorts {
   static constexpr size_t kNone = SIZE_MAX;
   size_t k_norm = kNone, block_table = kNone, distance_bias = kNone, sinks = kNone, v_norm = kNone,
-         key_bias = kNone, query_scale = kNone, rotary_positions = kNone;
+         key_bias = kNone, query_scale = kNone, rotary_positions = kNone, rotary_axes = kNone;
 };
 
 class CachedKeysAttention : public Plugin {
@@ -40,8 +40,6 @@ class CachedKeysAttention : public Plugin {
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
     const std::string& op = op_;
-    if (optional(in, ports_.rotary_positions) != nullptr)
-      throw Error(op + " has no kernel for rotary_positions");
     const Dims* table = optional(in, ports_.block_table);
     const int64_t heads = p_.reads ? p_.num_heads : p_.num_heads + 2ll * p_.num_kv_heads;
     std::vector<Dim> positions =  // of the tables
@@ -66,6 +64,14 @@ class CachedKeysAttention : public Plugin {
     if (bias != nullptr) positions.push_back((*bias)[1]);
     if (factors != nullptr) positions.push_back((*factors)[0]);
     expect_positions(op, positions, cache, table);
+    const Dims *by_axis = optional(in, ports_.rotary_positions),
+               *axes = optional(in, ports_.rotary_axes);
+    if ((by_axis == nullptr) != (axes == nullptr) || (axes != nullptr && p_.rotary_dim == 0))
+      throw Error(op + " takes rotary_positions, rotary_axes and a rotary_dim above 0 together");
+    if (by_axis != nullptr) {
+      expect(op + "'s rotary_positions", *by_axis, {qkv[0], kernels::kRotaryAxes});
+      expect(op + "'s rotary_axes", *axes, {p_.rotary_dim / 2});
+    }
     const Dims out{qkv[0], static_cast<int64_t>(p_.num_heads) * p_.head_dim};
     return p_.reads ? std::vector<Dims>{out} : std::vector<Dims>{out, cache, in[2]};
   }
@@ -102,6 +108,10 @@ class CachedKeysAttention : public Plugin {
     p.v_norm = table_of(ports_.v_norm);
     p.sinks = table_of(ports_.sinks);
     p.query_scale = table_of(ports_.query_scale);
+    if (const Tensor* by_axis = optional(in, ports_.rotary_positions)) {
+      p.rotary_positions = static_cast<const int32_t*>(by_axis->data);
+      p.rotary_axes = static_cast<const int32_t*>(in[ports_.rotary_axes].data);
+    }
     p.num_tokens = static_cast<int>(in[0].shape[0]);
     p.batch = static_cast<int>(in[4].shape[0]);
     p.max_seq_len = static_cast<int>(in[1].shape[2]);
@@ -189,6 +199,7 @@ class CachedKeysAttention : public Plugin {
                   row = static_cast<int64_t>(p.num_heads) * p.head_dim;
     p.out = static_cast<char*>(p.out) + sequences * row * (p.out_scale_inverse > 0 ? 1 : element);
     p.qkv = static_cast<const char*>(p.qkv) + sequences * p.qkv_stride * element;
+    if (p.rotary_positions != nullptr) p.rotary_positions += sequences * kernels::kRotaryAxes;
     p.cu_seqlens += sequences;
     p.past_lens += sequences;
     p.first_token = sequences;

@@ -228,8 +228,9 @@ struct Context {
       nullptr;            // of the decoding sequences; null: each layer plans for itself
   bool adapters = false;  // whether the step has LoRA adapters; then with a plan of their rows
   LoraPlan* lora_plan = nullptr;
-  bool embeds = true;  // whether the step may have rows in place of token embeddings
-  bool dense = false;  // every sequence has a new token, so num_tokens == batch means decoding
+  bool embeds = true;       // whether the step may have rows in place of token embeddings
+  bool deep_embeds = true;  // whether it may have rows that are added to hidden states
+  bool dense = false;       // every sequence has a new token, so num_tokens == batch means decoding
   Watcher watcher = nullptr;  // called with `user` by nodes that contain many ops; null: unused
   void* user = nullptr;
 };

@@ -5,7 +5,8 @@ zeros.
 
 With adapters, column input_ids of lora_a, times lora_b, is added to a token's row of the table: a
 table is a linear layer of one-hot vectors, whose weight is the table's transpose. See
-llmc.plugins.lora for the inputs; lora_a is [lora_rows, vocab].
+llmc.plugins.lora for the inputs of both forms; lora_a is [lora_rows, vocab], and lora_down
+[1, slots, rank, vocab].
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,16 @@ from dataclasses import replace
 import numpy as np
 
 from llmc.plugins import Fields, Op, Sample, Shape
-from llmc.plugins.lora import ROW_INPUTS, SELECT
+from llmc.plugins.lora import (
+    ROW_INPUTS,
+    SELECT,
+    SLOT_INPUTS,
+    adapter_product,
+    check_forms,
+    slot_expand_text,
+    slot_inputs,
+    takes_adapters,
+)
 from llmc.plugins.quantization import dequantize, quantizable
 from llmc.plugins.roles import ByVocabulary
 
@@ -40,10 +50,8 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
         ids = "safe"
     lines += _rows(fields, present, ids)
     result = "e0"
-    if "lora_a" in present:
-        lines += [f"lora_columns = Gather<axis=1>(lora_a, {ids})",
-                  "lora_all = Transpose<perm=[1, 0]>(lora_columns)", *SELECT,
-                  "e_lora = MatMul(lora_hidden, lora_b)", "e_adapted = Add(e0, e_lora)"]
+    if takes_adapters(present):
+        lines += [*_adapters(present, ids), "e_adapted = Add(e0, e_lora)"]
         result = "e_adapted"
     if fields["vocab_sharded"]:
         lines.append(f"e1 = Where(column, {result}, nothing)")
@@ -59,6 +67,17 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
     return "\n".join(lines)
 
 
+def _adapters(present: frozenset[str], ids: str) -> list[str]:
+    """Return ONNX text for e_lora, the adapters' product of columns `ids`."""
+    if "lora_down" in present:
+        return [f"lora_columns = Gather<axis=3>(lora_down, {ids})",
+                "lora_all = Transpose<perm=[0, 1, 3, 2]>(lora_columns)",
+                f"lora_leading = Shape({ids})", *slot_expand_text(present, "e_lora")]
+    return [f"lora_columns = Gather<axis=1>(lora_a, {ids})",
+            "lora_all = Transpose<perm=[1, 0]>(lora_columns)", *SELECT,
+            "e_lora = MatMul(lora_hidden, lora_b)"]
+
+
 def _rows(fields: Fields, present: frozenset[str], ids: str) -> list[str]:
     """Return ONNX text for e0, rows `ids` of the table."""
     if not fields["weight_dtype"]:
@@ -72,14 +91,13 @@ def _rows(fields: Fields, present: frozenset[str], ids: str) -> list[str]:
 def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     if ("position_ids" in present) != ("position_table" in present):
         raise ValueError("Embedding takes position_ids and position_table together")
-    given = present & {*ROW_INPUTS, "lora_ids"}
-    if len(given) not in (0, 4):
-        raise ValueError(f"Embedding takes lora_ids with all of {', '.join(ROW_INPUTS)}, or none, "
-                         f"not {sorted(given)}")
+    check_forms("Embedding", present)
     return {"input_ids": ("num_tokens",), "table": ("vocab", "hidden"),
             "position_ids": ("num_tokens",), "position_table": ("positions", "hidden"),
             "lora_a": ("lora_rows", "vocab"), "lora_b": ("lora_rows", "hidden"),
-            "lora_owner": ("lora_rows",), "lora_ids": ("num_tokens",)}
+            "lora_owner": ("lora_rows",), "lora_ids": ("num_tokens",),
+            "lora_down": (1, "slots", "rank", "vocab"), "lora_up": ("slots", "hidden", "rank"),
+            "lora_ranks": ("slots",)}
 
 
 def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
@@ -87,10 +105,7 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
     table = inputs["table"].astype(np.float64)
     mine = (ids >= 0) & (ids < len(table))
     rows = table[np.where(mine, ids, 0)]
-    if "lora_a" in inputs:
-        hidden = inputs["lora_a"].astype(np.float64).T[np.where(mine, ids, 0)]
-        own = inputs["lora_ids"][..., None] == inputs["lora_owner"]
-        rows = rows + np.where(own, hidden, 0) @ inputs["lora_b"].astype(np.float64)
+    rows = rows + adapter_product(inputs, ids[..., None] == np.arange(len(table)))
     y = np.where(mine[..., None], rows, 0) * fields["scale"]
     if "position_table" in inputs:
         y = y + inputs["position_table"].astype(np.float64)[inputs["position_ids"]]
@@ -118,12 +133,29 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
     ]
 
 
+def _in_slots(rng: np.random.Generator, sample: Sample) -> Sample:
+    """Return a sample with adapters in three slots; the last has rank 0."""
+    ids, table = sample.inputs["input_ids"], sample.inputs["table"]
+    slots = slot_inputs(rng, np.resize([0, 1, -1, 2], len(ids)), len(table),
+                        sample.fields.get("in_features", table.shape[1]), [8, 16, 0])
+    return Sample(sample.fields, {**sample.inputs, **slots}, max(sample.tolerance, 1e-5))
+
+
 def _adaptable(op: Op) -> Op:
-    """Return `op` with the inputs of adapters, the last ones, as its core has none of them."""
-    inputs = (*ROW_INPUTS, "lora_ids")
-    return replace(op, inputs=(*op.inputs, *(f"{name}?" for name in inputs)),
-                   integer_inputs=op.integer_inputs | {"lora_owner", "lora_ids"},
-                   coreless=op.coreless | {*inputs})
+    """Return `op` with the inputs of adapters, of both forms; its samples have them in rows."""
+    inputs = (*ROW_INPUTS, "lora_ids", *SLOT_INPUTS)
+
+    def samples(rng: np.random.Generator) -> list[Sample]:
+        assert op.samples is not None
+        given = [*op.samples(rng)]
+        plain = [sample for sample in given if "lora_ids" not in sample.inputs]
+        kinds = {(sample.fields.get("weight_dtype"), sample.fields.get("vocab_sharded")): sample
+                 for sample in plain}
+        return [*given, *(_in_slots(rng, sample) for sample in kinds.values())]
+
+    return replace(op, samples=samples, inputs=(*op.inputs, *(f"{name}?" for name in inputs)),
+                   integer_inputs=op.integer_inputs | {"lora_owner", "lora_ids", "lora_ranks"},
+                   coreless=op.coreless | {*ROW_INPUTS})
 
 
 OP = _adaptable(quantizable(Op(

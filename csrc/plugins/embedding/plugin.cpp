@@ -1,14 +1,14 @@
 #include "../../kernels/rowwise/params.h"
-#include "../common/quantized.h"
+#include "../common/lora.h"
 
 namespace llmc {
 namespace {
 
-// Takes the inputs of adapters, which are for CPUs, as the op has them.
 std::vector<Port> ports() {
   std::vector<Port> made = quantizable_ports({"input_ids: int64 int32", "table: weight_dtype",
                                               "position_ids?: int64 int32", "position_table?"});
-  for (const char* port : {"lora_a?", "lora_b?", "lora_owner?: int32", "lora_ids?: int32"})
+  for (const char* port : {"lora_a?", "lora_b?", "lora_owner?: int32", "lora_ids?: int32",
+                           "lora_down?", "lora_up?", "lora_ranks?: int32"})
     made.emplace_back(port);
   return made;
 }
@@ -19,13 +19,14 @@ class Embedding : public Plugin {
       : scale_(real(fields, "scale")),
         start_(std::get<int64_t>(fields.at("vocab_start"))),
         sharded_(integer(fields, "vocab_sharded") != 0),
-        quantized_(fields, 4) {}
+        quantized_(fields, 4),
+        adapters_(7) {}
 
   std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
     const Dims table = quantized_.matrix(in, 1), y{in[0][0], table[1]};
     expect("Embedding's input_ids", in[0], {in[0][0]});
-    if (optional(in, 7) != nullptr) throw Error("Embedding takes no adapters on GPUs");
     expect("Embedding's table", table, {table[0], table[1]});
+    adapters_.expect_shapes(in, {table[1], table[0]});
     if (const Dims* positions = optional(in, 3)) {
       if (optional(in, 2) == nullptr) throw Error("Embedding's position_table needs position_ids");
       expect("Embedding's position_ids", in[2], in[0]);
@@ -58,6 +59,13 @@ class Embedding : public Plugin {
     p.num_tokens = static_cast<int>(in[0].shape[0]);
     p.hidden = static_cast<int>(out[0].shape[1]);
     p.scale = scale_;
+    if (context.adapters && optional(in, 11) != nullptr) {
+      p.lora_ids = static_cast<const int32_t*>(in[10].data);
+      p.down = in[11].data;
+      p.up = in[12].data;
+      p.ranks = static_cast<const int32_t*>(in[13].data);
+      p.rank = static_cast<int>(in[11].shape[2]);
+    }
     check(kernels::embedding(out[0].dtype, p, context.stream), "Embedding");
   }
 
@@ -66,6 +74,7 @@ class Embedding : public Plugin {
   int64_t start_;
   bool sharded_;
   Quantized quantized_;
+  Adapters adapters_;
 };
 
 }  // namespace
