@@ -29,8 +29,8 @@ class GpuReplica:
     """An `Engine` of one or several GPUs.
 
     The first rank is in this process, each other in a separate one. All run the same steps and
-    sample the same tokens. If one fails, all are ended. Encoders of images and audio run in this process, on
-    all of its CPU cores, before the step that reads its rows is submitted.
+    sample the same tokens. If one fails, all are ended. Encoders of images and audio run in this
+    process, on all of its CPU cores, before the step that reads their rows is submitted.
 
     Raises:
         LlmcError: see `CudaEngine`.
