@@ -72,6 +72,7 @@ ENCODER_INPUTS = ("input_ids", INPUT_FEATURES, "position_ids", "cu_seqlens")
 EMBEDS, EMBED_IDS = "embeds", "embed_ids"  # rows in place of token embeddings; their tokens
 DEEP_EMBEDS_PREFIX = "deep_embeds_"  # rows that are added to hidden states of the same tokens
 ROTARY_POSITIONS = "rotary_positions"  # of models whose tokens have positions by axis
+BIDIRECTIONAL_RANGES = "bidirectional_ranges"  # of models whose images' tokens see each other
 MEDIA_ROWS = "rows"  # output of an encoder of images or audio
 HIDDEN = "hidden"  # features of every token: output of the model, input of its draft model
 HIDDEN_OUT = "hidden_out"
@@ -251,6 +252,9 @@ class PositionGrid(_Frozen):
     merge_size: CountOrNone
 
 
+Bidirectional = Literal["images", "prompt"]
+
+
 class AudioEncoderProgram(_Frozen):
     """The encoder of audio clips in prompts, on chip 0 alone.
 
@@ -267,11 +271,15 @@ class AudioEncoderProgram(_Frozen):
 class ImageEncoderProgram(_Frozen):
     """The image encoder, on chip 0 alone.
 
-    It runs once per image. Its inputs are the arrays of the processor for this image, without
-    `image_grid_thw`, and those that `computed` computes from this grid. Sizes that depend on the
-    image are named `image_<i>`. Its outputs are `rows` and those of deep layers, `rows_0`, `rows_1`
-    and so on, each `[num_embeds, hidden_size]`. `steps` are like those of a `Chip`. With `grid`,
-    chips read `rotary_positions`.
+    It runs once per image. Its inputs are the arrays of the processor for this image, and those
+    that `computed` computes from its array `image_grid_thw`, which few encoders read themselves.
+    Sizes that depend on the image are named `image_<i>`. Its outputs are `rows` and those of deep
+    layers, `rows_0`, `rows_1` and so on, each `[num_embeds, hidden_size]`. `steps` are like those
+    of a `Chip`. With `grid`, chips read `rotary_positions`.
+
+    With `bidirectional`, chips read `bidirectional_ranges`: of `images`, consecutive positions of
+    rows see each other; of a `prompt`, if it has images, all tokens do. Chips read `token_id` in
+    `input_ids` at positions of rows, if it is given.
     """
 
     inputs: tuple[TensorInfo, ...]
@@ -279,6 +287,8 @@ class ImageEncoderProgram(_Frozen):
     steps: Steps
     computed: tuple[VisionInput, ...] = ()
     grid: Annotated[PositionGrid | None, Field(exclude_if=_is_absent)] = None
+    bidirectional: Annotated[Bidirectional | None, Field(exclude_if=_is_absent)] = None
+    token_id: Annotated[CountOrNone | None, Field(exclude_if=_is_absent)] = None
 
 
 class DraftProgram(_Frozen):
@@ -434,8 +444,9 @@ class Chip(_Frozen):
 
     With an `image` encoder, its rows are `embeds` of the tokens of images. Its deep rows are
     `deep_embeds_<i>`, with the same `embed_ids`. Some of these models read `rotary_positions`,
-    `[num_tokens, 3]`, see `PositionGrid`. Rows of an `audio` encoder are `embeds` of the tokens of
-    audio clips.
+    `[num_tokens, 3]`, see `PositionGrid`, or `bidirectional_ranges`, `[num_tokens, 2]`, the first
+    position and the one after the last of the range of each token, `[0, 0]` without one. Rows of
+    an `audio` encoder are `embeds` of the tokens of audio clips.
 
     `num_heads` has the number of query heads of each attention layer. `quantization` has the
     quantized weights by name. `states` are the recurrent states, named `state_<i>`.
@@ -535,7 +546,8 @@ class Chip(_Frozen):
             self._check_listed(self.encoder.inputs, self.encoder.outputs, self.encoder.steps)
         deep = {own.name for own in self.inputs if own.name.startswith(DEEP_EMBEDS_PREFIX)}
         self._check_dataflow(self.steps, {*self.kept, *ENGINE_INPUTS, EMBEDS, *memory, *deep,
-                                          ROTARY_POSITIONS, *self.lora_inputs},
+                                          ROTARY_POSITIONS, BIDIRECTIONAL_RANGES,
+                                          *self.lora_inputs},
                      {*(f"{name}_out" for name in self.kept), self.result, *self.features})
         self._check_listed(self.inputs, self.outputs, self.steps)
         for index, draft in enumerate(self.drafts):
@@ -1085,7 +1097,8 @@ class Manifest(_Frozen):
             ({"token_type_ids"} if self.pooling else set()) - \
             ({*LORA_IDS} if adapters else set()) - \
             ({EMBEDS, EMBED_IDS} if {EMBEDS, EMBED_IDS} <= given.keys() else set()) - \
-            ({ROTARY_POSITIONS} if self.image and self.image.grid else set())
+            ({ROTARY_POSITIONS} if self.image and self.image.grid else set()) - \
+            ({BIDIRECTIONAL_RANGES} if self.image and self.image.bidirectional else set())
         if mismatch:
             article = "an unknown" if min(mismatch) in given else "no"
             raise ValueError(f"chip {chip.rank} has {article} input {min(mismatch)!r}")
@@ -1104,6 +1117,8 @@ class Manifest(_Frozen):
                 tensor.require(self.dtype, ("num_embeds", self.embeds_width or 0))
             elif name == ROTARY_POSITIONS:
                 tensor.require("int32", ("num_tokens", AXES))
+            elif name == BIDIRECTIONAL_RANGES:
+                tensor.require("int32", ("num_tokens", 2))
             else:
                 self._require_input(tensor)
         for tensor in chip.encoder.inputs if chip.encoder else ():

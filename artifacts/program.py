@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from llmc import plugins
 from llmc.artifacts.case_files import read_bounded
 from llmc.artifacts.manifest import (
+    BIDIRECTIONAL_RANGES,
     DEEP_EMBEDS_PREFIX,
     DRAFT_TOKEN_IDS,
     DTYPE_BYTES,
@@ -58,6 +59,15 @@ ELEMENTWISE = {"Add": 2, "Sub": 2, "Mul": 2, "Div": 2, "Min": 2, "Max": 2, "Tanh
                "Elu": 1, "Greater": 2, "Less": 2, "Where": 3}
 MOST_JOINED = 4  # inputs of the engine's Concat
 _FLOATS = ("float32", "float16", "bfloat16")
+# Inputs of an image encoder's program, also numbered, such as cu_seqlens.1: dtypes, and
+# the name of the rows. cos and sin are of patches. merged_rows are the patches of each row of the
+# prompt.
+IMAGE_INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "patches": (_FLOATS, "num_tokens"), "position_rows": (_FLOATS, "num_tokens"),
+    "cos": (("float32",), "num_tokens"), "sin": (("float32",), "num_tokens"),
+    "cu_seqlens": (("int32",), "batch_plus_1"), "merged_rows": (("int64",), "num_logits")}
+ROW_ORDER = "row_order"  # what the host computes besides: the program's row of each of the prompt's
+_IMAGE_ROWS = ("patches", "position_rows")  # of these, of the dtype of values
 # Engine inputs that an op's integer inputs may be, if not only the one of the same name. An
 # Embedding may look up positions and token types.
 _INPUTS = {"key_starts": ("memory_starts",), "key_lens": ("encoder_sequence_length",),
@@ -159,12 +169,24 @@ class ProgramTensor(_Frozen):
                 self.shape[0] == rows and isinstance(self.shape[1], int)
         known: dict[str, tuple[str, plugins.Shape]] = {
             **ENGINE_INPUTS, MEMORY_ROWS: ("int64", ("num_tokens",)),
-            ROTARY_POSITIONS: ("int32", ("num_tokens", AXES))}
+            ROTARY_POSITIONS: ("int32", ("num_tokens", AXES)),
+            BIDIRECTIONAL_RANGES: ("int32", ("num_tokens", 2))}
         if self.name not in known:
-            return False
+            return self._is_image_input()
         dtype, shape = known[self.name]
         return self.dtype == dtype and len(self.shape) == len(shape) and all(
             dim == expected for dim, expected in zip(self.shape, shape, strict=True))
+
+    @property
+    def image_role(self) -> str:
+        """Key in `IMAGE_INPUTS`, if it is an input of an image encoder; else empty."""
+        role = self.name.partition(".")[0]
+        return role if self.kind == "input" and role in IMAGE_INPUTS else ""
+
+    def _is_image_input(self) -> bool:
+        dtypes, rows = IMAGE_INPUTS.get(self.image_role, ((), ""))
+        return self.dtype in dtypes and self.shape[0] == rows and \
+            len(self.shape) == (2 if rows == "num_tokens" else 1)
 
 
 class ProgramNode(_Frozen):
@@ -194,6 +216,8 @@ class Program(_Frozen):
     `features` is the value of a model that its draft model reads. In the draft model's program, the
     engine writes that to the value `hidden` before the first node; `hidden_out` replaces it for
     the next draft, unless all are computed in one pass. All are -1 where they are absent.
+
+    `outputs` are the values of an image encoder that the host reads; other programs have none.
     """
 
     tensors: tuple[ProgramTensor, ...]
@@ -204,6 +228,7 @@ class Program(_Frozen):
     features: Annotated[int, Field(ge=-1)] = -1
     hidden: Annotated[int, Field(ge=-1)] = -1
     hidden_out: Annotated[int, Field(ge=-1)] = -1
+    outputs: tuple[Annotated[int, Field(ge=0)], ...] = ()
 
     @property
     def of_encoder(self) -> bool:
@@ -249,7 +274,8 @@ class Program(_Frozen):
                 if not -1 <= number < len(self.tensors):
                     raise ValueError(f"{node.op!r} uses tensor {number}, the program has "
                                      f"{len(self.tensors)}")
-        for what, number in (("logits", self.logits), *self._features()):
+        for what, number in (("logits", self.logits), *self._features(),
+                             *(("outputs", number) for number in self.outputs)):
             if number >= len(self.tensors):
                 raise ValueError(f"the {what} are tensor {number}, the program has "
                                  f"{len(self.tensors)}")
@@ -282,14 +308,17 @@ class Program(_Frozen):
             raise ValueError(f"the logits are {result.name!r} {list(result.shape)}, expected "
                              f"num_logits rows")
         mismatch = {*self.named("input")} - (
+            {tensor.name for tensor in self.tensors if tensor.image_role} if self.outputs else
             {*ENCODER_INPUTS, MEMORY_ROWS} if self.of_encoder else
-            {*ENGINE_INPUTS, ROTARY_POSITIONS,
+            {*ENGINE_INPUTS, ROTARY_POSITIONS, BIDIRECTIONAL_RANGES,
              *(tensor.name for tensor in self.tensors if tensor.is_embeds)})
         if self.of_encoder:
             mismatch |= {*self.named("cache", "state")}
         if mismatch:
             raise ValueError(f"{'an encoder' if self.of_encoder else 'a model'} cannot have the "
                              f"tensor {min(mismatch)!r}")
+        if self.outputs and (self.logits >= 0 or self._features() or self.named("memory")):
+            raise ValueError("an image encoder cannot have logits, features or encoder output")
 
     def _features(self) -> tuple[tuple[str, int], ...]:
         """Names and indices of the values that a draft model reads or returns, if any."""
@@ -366,6 +395,9 @@ class Program(_Frozen):
                 raise ValueError(f"no node writes {tensor.kind} {tensor.name!r}")
         if not self.of_encoder and self.logits not in writers:
             raise ValueError("no node writes the logits")
+        for number in self.outputs:
+            if number not in writers:
+                raise ValueError(f"no node writes the output {self.tensors[number].name!r}")
         return writers
 
     def _check_node(self, node: ProgramNode) -> tuple[int, ...]:
@@ -378,7 +410,10 @@ class Program(_Frozen):
         if node.op in ELEMENTWISE:
             shapes: Sequence[plugins.Shape] = [_elementwise_shape(node, tensors)]
         elif node.op == "Gather":
-            self._require(node, tensors, ("value", "num_tokens"), ("input", "logits_indices"))
+            rows = tensors[1] if len(tensors) > 1 else None
+            merges = self.outputs and rows is not None and rows.image_role == "merged_rows"
+            self._require(node, tensors, ("value", "num_tokens"), (
+                "input", rows.name if merges and rows else "logits_indices"))
             shapes = [("num_logits", _width(tensors[0]))]
         elif node.op == "Columns":
             shapes = [self._columns_shape(node, tensors)]
@@ -463,7 +498,8 @@ class Program(_Frozen):
                 fits = (tensor.kind, tensor.dtype) == ("weight", "int32")
             elif name in op.integer_inputs:
                 fits = (tensor.kind == "input" and tensor.name in _INPUTS.get(name, (name,))) \
-                    or (tensor.kind, tensor.dtype) == ("value", "int64")
+                    or (tensor.kind, tensor.dtype) == ("value", "int64") \
+                    or (bool(self.outputs) and tensor.image_role == name)
             elif name in op.cache_inputs:
                 expected = node.fields.get("kv_dtype") or dtype
                 fits = tensor.kind == "cache" and tensor.dtype == expected
@@ -472,7 +508,9 @@ class Program(_Frozen):
             elif name in op.packed(fields) - exact:
                 fits = tensor.kind == "weight" and tensor.dtype == "uint8"
             elif name in exact:
-                fits = tensor.kind in ("weight", "value") and tensor.dtype == "float32"
+                fits = tensor.dtype == "float32" and (
+                    tensor.kind in ("weight", "value")
+                    or (bool(self.outputs) and tensor.image_role == name))
             elif name in op.rounded(fields):
                 fits = (tensor.kind, tensor.dtype) == ("value", "float8_e4m3fn")
             else:
@@ -527,7 +565,8 @@ class Program(_Frozen):
         for index, node in enumerate(self.nodes):
             last.update(dict.fromkeys((*map(self._base_value, node.inputs), *node.outputs), index))
         last.update(dict.fromkeys(
-            (self.logits, *(number for _, number in self._features())), len(self.nodes)))
+            (self.logits, *(number for _, number in self._features()), *self.outputs),
+            len(self.nodes)))
         for node in reversed(self.nodes):
             # If all rows have logits, or no token has a row of embeds, the engine skips this node,
             # and readers of its output read its first input.
@@ -538,7 +577,8 @@ class Program(_Frozen):
 
 def _has_rows(tensor: ProgramTensor) -> bool:
     """Whether a tensor is a value, or the rows that an encoder reads in place of tokens."""
-    return tensor.kind == "value" or (tensor.kind, tensor.name) == ("input", INPUT_FEATURES)
+    return tensor.kind == "value" or (tensor.kind, tensor.name) == ("input", INPUT_FEATURES) \
+        or tensor.image_role in _IMAGE_ROWS
 
 
 def _width(tensor: ProgramTensor | None) -> int:
@@ -662,6 +702,42 @@ def read_chip_programs(manifest: Manifest, chip: Chip, case_dir: Path) -> ChipPr
     return ChipPrograms(programs["model"], programs.get("encoder"),
                         [programs[part] for part in programs if is_of_draft(part)],
                         {name: stored[name] for name in names})
+
+
+def read_image_program(manifest: Manifest, case_dir: Path) -> \
+        tuple[Program, Mapping[str, StoredWeight]]:
+    """Read the program of an image encoder's second step, and check it.
+
+    Returns:
+        The program, and its weights by name.
+
+    Raises:
+        LlmcError: see `read_chip_programs`.
+    """
+    chip = manifest.chips[0]
+    assert manifest.image is not None
+    step = manifest.image.steps[-1]
+    path = case_dir / step.path if isinstance(step, GraphStep) else case_dir
+    stored, program = read_weight_header(case_dir / chip.path / WEIGHTS_NAME), read_program(path)
+    try:
+        for name, tensor in program.named("weight").items():
+            if name not in stored or (tensor.dtype, tensor.shape) != (
+                    stored[name].dtype, tuple(stored[name].shape)):
+                raise ValueError(f"{WEIGHTS_NAME} has no {name!r}, {tensor.dtype} "
+                                 f"{list(tensor.shape)}")
+        found = {*program.named("input")}, [program.tensors[own].name for own in program.outputs]
+        if not isinstance(step, GraphStep) or found != ({*step.inputs}, [*step.outputs]):
+            raise ValueError("its inputs or outputs are not those of the step")
+        values = {program.tensors[own].dtype for own in program.outputs}
+        if values != {manifest.dtype}:
+            raise ValueError(f"its values are {min(values)}, the model {manifest.dtype}")
+        absent = {node.op for node in program.nodes} & {*plugins.registry()} - manifest.ops.keys()
+        if absent:
+            raise ValueError(f"{min(absent)!r} is not in `ops`")
+    except ValueError as error:
+        raise LlmcError(f"'{path}' differs from {MANIFEST_NAME}: {error}; compile the model "
+                        f"again") from error
+    return program, {name: stored[name] for name in program.named("weight")}
 
 
 def _owners(chip: Chip) -> dict[Part, _Owner]:

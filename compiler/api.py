@@ -222,11 +222,13 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
         others: dict[str, Any] = {
             "draft": Draft(draft[0], raw.draft.token_ids, tuple(draft[1:]))} \
             if draft and raw.draft else {}
-        media = lowered.media if rank == 0 else {}
-        if raw.image is not None and "image" in media:
-            others["image"] = ImageEncoder(media["image"], raw.image.computed, raw.image.grid)
-        if "audio" in media:
-            others["audio"] = media["audio"]
+        image = lowered.image if rank == 0 else None
+        if image is not None and raw.image is not None:
+            others["image"] = ImageEncoder(image, raw.image.computed, raw.image.grid,
+                                           raw.image.bidirectional, raw.image.token_id,
+                                           lowered.image_device)
+        if rank == 0 and lowered.audio is not None:
+            others["audio"] = lowered.audio
         chip, written = backend(target.kind).emit(graph, rank, directory, options, *encoder,
                                                   **others)
         forms = weight_forms([graph, *encoder, *draft])
@@ -261,7 +263,8 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
         target=target,
         kv_cache_layout="paged" if target.spec.paged else "linear",
         ops=_used_ops([*lowered.graphs, *lowered.encoders, *chain(*lowered.drafts),
-                       *lowered.media.values()]),
+                       *(own for own in (lowered.image, lowered.image_device, lowered.audio)
+                         if own)]),
         tokenizer=tokenizer,
         sampling=sampling, chips=tuple(chips),
         passes=tuple(PassReport(name=report.name, matches=report.matches,

@@ -20,6 +20,7 @@ from llmc import __version__, plugins
 from llmc.artifacts.manifest import (
     FACTS,
     AudioEncoderProgram,
+    Bidirectional,
     Chip,
     CollectiveStep,
     DraftProgram,
@@ -281,11 +282,13 @@ def describe_encoder(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, .
 
 
 def describe_image(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, ...],
-                   computed: tuple[VisionInput, ...],
-                   grid: PositionGrid | None) -> ImageEncoderProgram:
+                   computed: tuple[VisionInput, ...], grid: PositionGrid | None,
+                   bidirectional: Bidirectional | None, token_id: int | None) -> \
+        ImageEncoderProgram:
     """Return the manifest's entry of the image encoder."""
     return ImageEncoderProgram(inputs=_describe(graph.inputs), outputs=_describe(graph.outputs),
-                               steps=steps, computed=computed, grid=grid)
+                               steps=steps, computed=computed, grid=grid,
+                               bidirectional=bidirectional, token_id=token_id)
 
 
 def describe_audio(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, ...]) -> \

@@ -12,16 +12,19 @@ are reported, and `llmc inspect` prints them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.artifacts.manifest import Dims, DraftInfo, EncoderInfo, PoolingInfo
 from llmc.compiler.dims import describe_draft, describe_encoder, describe_model, describe_pooled
 from llmc.compiler.frontend.raw import RawModel
+from llmc.compiler.graph.image_samples import settle_sizes
 from llmc.compiler.graph.notes import VocabularySize
 from llmc.compiler.graph.rewrite import (
+    NoMatch,
     Report,
     Settings,
     describe,
@@ -35,6 +38,7 @@ from llmc.compiler.graph.verify import verify
 from llmc.compiler.options import LANGUAGE_MODEL_ONLY, CompileOptions
 from llmc.compiler.passes.adapters import adapters
 from llmc.compiler.passes.attention import attention
+from llmc.compiler.passes.attention_projections import attention_projections
 from llmc.compiler.passes.blocks import blocks
 from llmc.compiler.passes.columns import columns
 from llmc.compiler.passes.dense_experts import dense_experts
@@ -52,12 +56,18 @@ from llmc.compiler.passes.fold import fold
 from llmc.compiler.passes.gate import gate
 from llmc.compiler.passes.gemm import activation, gated_mlp, gemm, residual
 from llmc.compiler.passes.groups import groups
+from llmc.compiler.passes.image_attention import image_attention
+from llmc.compiler.passes.image_patches import image_patches
+from llmc.compiler.passes.image_program import ImageParts, divide_image
+from llmc.compiler.passes.image_rows import image_rows
 from llmc.compiler.passes.input_embeds import input_embeds, require_one_reader
+from llmc.compiler.passes.layer_scale import layer_scale
 from llmc.compiler.passes.lora import lora, name_origins
 from llmc.compiler.passes.norm import add_norm, norm
 from llmc.compiler.passes.norm_gate import norm_gate
 from llmc.compiler.passes.norm_gemm import norm_gemm
 from llmc.compiler.passes.packing import pack, pad_vocabulary, select_tokens
+from llmc.compiler.passes.pad_heads import pad_heads
 from llmc.compiler.passes.pool import pool
 from llmc.compiler.passes.precision import cache_dtype, cast, elements, narrow_indices
 from llmc.compiler.passes.projections import projections
@@ -72,7 +82,6 @@ from llmc.compiler.passes.tensor_parallel import tensor_parallel
 from llmc.compiler.preflight import About, limit_seq_len
 from llmc.compiler.requirements import require_attention, require_embedding, require_routes
 from llmc.errors import LlmcError
-from llmc.runtime.multimodal.items import Modality
 from llmc.targets import TargetSpec, target_spec
 
 _VOCAB_MULTIPLE = 64
@@ -91,6 +100,10 @@ def _kernels(target: TargetSpec) -> bool:
 
 def _program(target: TargetSpec) -> bool:
     return target.runs_program
+
+
+def _any_op(target: TargetSpec) -> bool:
+    return target.runs_any_op
 
 
 def _paged(target: TargetSpec) -> bool:
@@ -206,6 +219,7 @@ PASSES: tuple[Step, ...] = (
     GraphPass("norm_gate", norm_gate, _program),
     GraphPass("gate", gate, _program),  # gates that norm_gate did not fuse
     GraphPass("projections", projections, _program),  # after both, whose ops read columns
+    GraphPass("attention_projections", attention_projections, _any_op),
     GraphPass("experts_residual", experts_residual, _kernels),  # after projections
     GraphPass("norm_gemm", norm_gemm, _kernels),  # after projections: one GEMM per norm
     # After all passes that select rows and columns, before quantize, which changes values.
@@ -222,8 +236,31 @@ PASSES: tuple[Step, ...] = (
     GraphPass("blocks", blocks, _paged, needs_logits=True),
     GraphPass("narrow_indices", narrow_indices, _narrow),
 )
-# Passes over encoders of images and audio, which read no tokens.
-MEDIA_PASSES: tuple[GraphPass, ...] = (GraphPass("fold", fold),)
+# Passes over the image encoder, which reads no tokens.
+IMAGE_PASSES: tuple[GraphPass, ...] = (
+    GraphPass("fold", fold),
+    GraphPass("patches", image_patches),
+    GraphPass("norm", norm),
+    GraphPass("gemm", gemm),
+    GraphPass("rows", image_rows),      # after both, whose ops work on rows
+    GraphPass("layer_scale", layer_scale),
+    GraphPass("attention", image_attention),  # its borders are rows
+    GraphPass("gated_mlp", gated_mlp),  # as in PASSES from here on
+    GraphPass("activation", activation),
+    GraphPass("residual", residual),
+    GraphPass("add_norm", add_norm),
+)
+# Passes over the encoder of audio clips, which runs on the host.
+AUDIO_PASSES: tuple[GraphPass, ...] = (GraphPass("fold", fold),)
+# Passes over the part of the image encoder that a device runs, as in PASSES.
+IMAGE_DEVICE_PASSES: tuple[GraphPass | RankPass, ...] = (
+    GraphPass("pad_heads", pad_heads, _program),  # before projections, which merges GEMMs
+    GraphPass("projections", projections, _program),
+    GraphPass("norm_gemm", norm_gemm, _kernels),
+    GraphPass("elements", elements, _kernels),
+    GraphPass("columns", columns, _program),
+    RankPass("cast", cast, _several_dtypes),
+)
 _FUSE = PASSES[:next(i for i, step in enumerate(PASSES) if isinstance(step, Partition))]
 
 
@@ -245,7 +282,9 @@ class Lowered:
     """The graphs that a target writes, one per rank, and the model's dimensions.
 
     `encoders` is empty for a model without an encoder, `drafts` for one without a draft model. A
-    draft model may have several graphs. `media` has the encoders of images and audio, of rank 0.
+    draft model may have several graphs. `image` is the image encoder, of rank 0. With
+    `image_device`, it computes the inputs of that graph. `audio` is the encoder of audio clips, of
+    rank 0.
     """
 
     graphs: list[gs.Graph]
@@ -257,7 +296,9 @@ class Lowered:
     encoder_info: EncoderInfo | None = None
     draft_info: DraftInfo | None = None
     pooling: PoolingInfo | None = None
-    media: Mapping[Modality, gs.Graph] = field(default_factory=dict)
+    image: gs.Graph | None = None
+    image_device: gs.Graph | None = None
+    audio: gs.Graph | None = None
 
 
 def lower(raw: RawModel, options: CompileOptions) -> Lowered:
@@ -296,7 +337,8 @@ def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = No
     for step in _FUSE:
         run_pass(step, [graphs], settings, reports)
     _require_kernels(graphs, settings.target)
-    if options.enable_prompt_embeds or raw.media_graphs:
+    if options.enable_prompt_embeds or raw.audio is not None or (
+            raw.image is not None and raw.image.token_id is None):
         require_one_reader(raw.graph, raw.architecture, "leave out --enable_prompt_embeds"
                            if options.enable_prompt_embeds else
                            LANGUAGE_MODEL_ONLY)
@@ -358,22 +400,93 @@ def divide(fused: Fused, options: CompileOptions, columns_together: int = 0) -> 
 
 
 def lower_media(lowered: Lowered, raw: RawModel) -> Lowered:
-    """Run the passes over encoders of images and audio, if there are any. Consumes their graphs.
-
-    They run on rank 0, whose weight file has their weights.
-    """
-    reports = list(lowered.reports)
-    others = [lowered.graphs[0], *(lowered.drafts[0] if lowered.drafts else [])]
-    for kind, graph in raw.media_graphs.items():
+    """Run the passes over encoders of images and audio, if there are any. Consumes their graphs."""
+    lowered = lower_image(lowered, raw)
+    if raw.audio is None:
+        return lowered
+    graph, reports = raw.audio.graph, list(lowered.reports)
+    tidy(graph)
+    for step in AUDIO_PASSES:
+        reports.append(Report(f"audio.{step.name}", step.run, "audio"))
+        step.run(graph, lowered.settings, reports[-1])
         tidy(graph)
-        for step in MEDIA_PASSES:
-            reports.append(Report(f"{kind}.{step.name}", step.run, kind))
-            step.run(graph, lowered.settings, reports[-1])
-            tidy(graph)
-            verify(graph, f"{kind}.{step.name}")
-        name_media_weights(others, graph, kind)
-        others.append(graph)
-    return replace(lowered, media=raw.media_graphs, reports=reports)
+        verify(graph, f"audio.{step.name}")
+    name_media_weights([lowered.graphs[0], *(lowered.drafts[0] if lowered.drafts else []),
+                        *(own for own in (lowered.image, lowered.image_device) if own)],
+                       graph, "audio")
+    return replace(lowered, audio=graph, reports=reports)
+
+
+def lower_image(lowered: Lowered, raw: RawModel) -> Lowered:
+    """Run the passes over the image encoder, if there is one. Consumes its graph.
+
+    It runs on rank 0, whose weight file has its weights.
+    """
+    if raw.image is None:
+        return lowered
+    graph, reports = raw.image.graph, list(lowered.reports)
+    settings = replace(lowered.settings, image_samples=raw.image.samples)
+    reports += fuse_image(graph, settings)
+    device = None
+    if settings.target.runs_program:
+        try:
+            parts, more = lower_image_device(graph.copy(), settings)
+            graph, device = parts.host, parts.device
+            reports += more
+        except LlmcError as error:  # the host runs all of it
+            reports.append(Report("image.device", divide_image, "image"))
+            reports[-1].refuse(graph.nodes[-1], NoMatch(str(error).split(";")[0]))
+    others = [lowered.graphs[0], *(lowered.drafts[0] if lowered.drafts else [])]
+    name_media_weights(others, graph, "image")
+    if device is not None:
+        name_media_weights([*others, graph], device, "image")
+    return replace(lowered, image=graph, image_device=device, reports=reports)
+
+
+def fuse_image(graph: gs.Graph, settings: Settings) -> list[Report]:
+    """Run the passes over an image encoder's graph.
+
+    Returns:
+        Their reports.
+    """
+    reports: list[Report] = []
+    settle_sizes(graph, settings.image_samples)
+    tidy(graph)
+    for step in IMAGE_PASSES:
+        reports.append(Report(f"image.{step.name}", step.run, "image"))
+        step.run(graph, settings, reports[-1])
+        tidy(graph)
+        verify(graph, f"image.{step.name}")
+    for tensor in graph.outputs:
+        tensor.shape = ["num_embeds", tensor.shape[-1]]
+    return reports
+
+
+def lower_image_device(graph: gs.Graph, settings: Settings) -> tuple[ImageParts, list[Report]]:
+    """Divide a fused image encoder, and lower the part for a device. Consumes the graph.
+
+    Returns:
+        The parts, and the reports of the passes.
+
+    Raises:
+        LlmcError: the encoder cannot be divided.
+    """
+    parts, reports = divide_image(graph, settings.image_samples), list[Report]()
+    verify(parts.device, "divide_image")
+    for step in IMAGE_DEVICE_PASSES:
+        if not step.when(settings.target):
+            continue
+        reports.append(Report(f"image.{step.name}", step.run, "image"))
+        if isinstance(step, GraphPass):
+            step.run(parts.device, settings, reports[-1])
+        else:
+            step.run([parts.device], settings, reports[-1])
+        tidy(parts.device)
+        verify(parts.device, f"image.{step.name}")
+    for tensor in parts.device.inputs:
+        if tensor.name.partition(".")[0] in ("cos", "sin"):  # float32 in any dtype
+            tensor.dtype = np.dtype(np.float32)
+    return parts, reports
 
 
 def run_pass(step: Step, ranks: list[list[gs.Graph]], settings: Settings,

@@ -16,6 +16,7 @@ from llmc.artifacts.manifest import Manifest
 from llmc.runtime.core.step import EngineLimits, Step, StepOutput
 from llmc.runtime.devices import Placement
 from llmc.runtime.engines.cuda import CudaEngine
+from llmc.runtime.engines.cuda_image_encoder import load_image_encoder
 from llmc.runtime.engines.media_encoders import MediaEncoders
 from llmc.runtime.engines.remote import RemoteEngine, load_engine
 from llmc.runtime.replica import EngineConfig
@@ -30,7 +31,8 @@ class GpuReplica:
 
     The first rank is in this process, each other in a separate one. All run the same steps and
     sample the same tokens. If one fails, all are ended. Encoders of images and audio run in this
-    process, on all of its CPU cores, before the step that reads their rows is submitted.
+    process, that of images also on the first GPU, before the step that reads their rows is
+    submitted.
 
     Raises:
         LlmcError: see `CudaEngine`.
@@ -47,8 +49,10 @@ class GpuReplica:
             max_lora_rank=config.max_lora_rank)
         self._ranks: list[_Rank] = []
         self._first: CudaEngine
-        self._media = None if not manifest.media else \
-            MediaEncoders(manifest, case_dir, len(os.sched_getaffinity(0)))
+        threads = len(os.sched_getaffinity(0))
+        self._media = None if not manifest.media else MediaEncoders(
+            manifest, case_dir, threads, None if manifest.image is None else
+            load_image_encoder(manifest, case_dir, threads, placements[0].device))
         size = manifest.tp_size
         others: dict[int, RemoteEngine] = {}
 
@@ -111,6 +115,7 @@ class GpuReplica:
 
     def close(self) -> None:
         """See `Engine`."""
+        self._media = None  # frees its memory
         for rank in reversed(self._ranks):
             rank.close()
 

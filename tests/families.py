@@ -105,6 +105,9 @@ GEMMA4_LARGE = {"num_hidden_layers": 4, "num_kv_shared_layers": 0,
                 "layer_types": ["sliding_attention", "full_attention"] * 2,
                 "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False,
                 "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+# One layer of each of its head sizes.
+GEMMA4_SHALLOW = {**GEMMA4_LARGE, "num_hidden_layers": 2,
+                  "layer_types": ["sliding_attention", "full_attention"]}
 GEMMA4_MOE = {**GEMMA4_LARGE, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
               "moe_intermediate_size": 40}
 # Families without a rule in llmc: the passes must support them unchanged.

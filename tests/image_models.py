@@ -21,28 +21,62 @@ from llmc.compiler.check.diff import diff
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llava": ("llava", {"image_size": 112}),
     "internvl": ("internvl", {"image_size": [112, 112], "patch_size": [14, 14]}),
+    "llama4": ("llama4", {"image_size": 112, "intermediate_size": 128, "projector_input_dim": 40,
+                          "projector_output_dim": 40, "vision_output_dim": 40}),
+    "idefics3": ("idefics3", {"image_size": 91, "patch_size": 15}),
+    "smolvlm": ("smolvlm", {"image_size": 128, "patch_size": 32}),
+    # Tokens of an image, or of the whole prompt, see each other.
+    "gemma3": ("gemma3", {"image_size": 224, "patch_size": 14}),
+    "paligemma": ("paligemma", {"image_size": 56, "patch_size": 14}),
+    "paligemma2": ("paligemma", {"image_size": 56, "patch_size": 14}),
     "mistral3": ("pixtral", {"image_size": 400, "patch_size": 14}),
+    "vipllava": ("llava", {"image_size": 112}),
+    "deepseek_vl": ("deepseek_vl", {"image_size": 96, "patch_size": 16}),
+    "janus": ("janus", {"image_size": 96, "patch_size": 16, "projection_dim": 64, "depth": 2,
+                        "num_image_tokens": 36}),
+    "llava_next": ("llava_next", {"image_size": 112}),
+    "llava_onevision": ("llava_onevision", {"image_size": 96, "patch_size": 16}),
+    "lighton_ocr": ("lighton_ocr", {"image_size": 400, "patch_size": 14}),
+    "qianfan_ocr": ("qianfan_ocr", {"image_size": 112, "patch_size": 14}),
+    "got_ocr2": ("got_ocr2", {"image_size": 256, "patch_size": 4, "output_channels": 16,
+                              "mlp_dim": 48, "global_attn_indexes": [2]}),
+    "aya_vision": ("aya_vision", {"image_size": 112, "patch_size": 14}),
+    "cohere2_vision": ("cohere2_vision", {"image_size": 112, "patch_size": 14}),
+    "exaone4_5": ("exaone4_5", {"num_heads": 4, "num_key_value_heads": 2}),
     # Positions by axis, with deep rows or recurrent layers.
+    "qwen2_vl": ("qwen2_vl", {"hidden_size": 64}),
     "qwen2_5_vl": ("qwen2_vl", {}),
+    "glm4v": ("glm4v", {}),
+    "glm46v": ("glm4v", {}),
+    "glm_ocr": ("glm4v", {}),
     "qwen3_vl": ("qwen3_vl", {"patch_size": 16, "deepstack_visual_indexes": [0, 1]}),
     "qwen3_vl_moe": ("qwen3_vl", {"patch_size": 16, "deepstack_visual_indexes": [0, 1]}),
     "qwen3_5": ("qwen3_vl", {"patch_size": 16}),
+    "qwen3_5_moe": ("qwen3_vl", {"patch_size": 16}),
 }
-REFUSED = {"gemma3": ("gemma3", {"image_size": 224, "patch_size": 14})}
+# Fields of the whole config.
+WHOLES = {"gemma3": {"mm_tokens_per_image": 16},
+          **{name: {"projection_dim": 64, "hidden_size": 64}
+             for name in ("paligemma", "paligemma2")}}
 GREEDY = llmc.SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, logprobs=0)
 # Widths and heights of three images.
 SIZES = ((131, 77), (64, 200), (301, 97))
 
 
-def write_model(name: str, directory: Path) -> torch.nn.Module:
-    """Write a model's directory; return the model of transformers."""
-    processor, vision = {**MODELS, **REFUSED}[name]
+def write_model(name: str, directory: Path, **text: Any) -> torch.nn.Module:
+    """Write a model's directory; return the model of transformers.
+
+    Args:
+        text: fields of the text config.
+    """
+    processor, vision = MODELS[name]
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = write_checkpoint(FAMILIES[processor], directory)
     row = tokenizer.token_to_id(FAMILIES[processor].row)
     known = json.loads((directory / "config.json").read_text())
     model = tiny_model(name, row, {"vocab_size": tokenizer.get_vocab_size(),
-                                   "max_position_embeddings": 2048}, **vision)
+                                   "max_position_embeddings": 2048, **text},
+                       WHOLES.get(name, {}), **vision)
     model.save_pretrained(directory)
     config = json.loads((directory / "config.json").read_text())
     assert config.get("image_token_id", config.get("image_token_index")) == row, known
@@ -53,11 +87,14 @@ def images(count: int = 3) -> list[Image.Image]:
     return [Image.fromarray(image_of(size)) for size in SIZES[:count]]
 
 
-def joined(arrays):
-    """Arrays of several images as transformers' processors join them: padded to one size."""
+def joined(arrays, stacked):
+    """Arrays of several images as transformers' processors join them: padded to one size.
+
+    Tiles of all images are in one row, unless they are stacked by image.
+    """
     shape = np.max([own.shape[1:] for own in arrays], 0)
     axis = 0
-    if len(shape) == 4:  # images of several tiles
+    if len(shape) == 4 and not stacked:  # images of several tiles
         axis, shape = 1, shape[1:]
         arrays = [own[0] for own in arrays]
     padded = [np.pad(own, [(0, 0), *((0, size - had) for size, had in zip(
@@ -69,11 +106,15 @@ def joined(arrays):
 def expected(model, prompt, token, count=10):
     """Greedy tokens and their log-probabilities by transformers; `token` is that of rows."""
     arrays = [own.item.arrays for own in prompt.ranges]
-    given = {name: torch.from_numpy(joined([own[name] for own in arrays]))
-             for name in (arrays[0] if arrays else ())}
+    given = {name: torch.from_numpy(joined([own[name] for own in arrays], "image_sizes" in own))
+             for own in arrays[:1] for name in own}
     ids = torch.tensor([prompt.token_ids])
+    if len(arrays) > 1 and "batch_num_images" in inspect.signature(model.forward).parameters:
+        given["batch_num_images"] = torch.tensor([len(arrays)])
     kinds = {name: (ids == token).int() for name in ("mm_token_type_ids", "token_type_ids")
              if given and name in inspect.signature(model.forward).parameters}
+    if model.config.model_type == "paligemma":  # types of the prompt and of a suffix
+        kinds = {name: torch.zeros_like(types) for name, types in kinds.items()}
     with torch.no_grad():
         made = model.generate(ids, **given, **kinds, max_new_tokens=count, do_sample=False,
                               eos_token_id=None, pad_token_id=0, output_logits=True,
@@ -100,13 +141,14 @@ def prompts_of(llm):
             {"prompt": f"a {own} b {own} d {own} c", "images": images(3)}]
 
 
-def assert_image_diff(case, directory):
-    """`llmc diff --image` of a model with two deep layers, whose original is beside its case."""
+def assert_image_diff(case, directory, rows="rows of image 1, deep layer 1"):
+    """`llmc diff --image` of a model whose original is beside its case; `rows` are compared, too.
+    """
     pictures = [directory / f"{index}.png" for index in range(2)]
     for picture, image in zip(pictures, images(2), strict=True):
         image.save(picture)
     report = diff(case, case.parent / "hf", images=pictures, tokens=0)  # one in a line
     assert report.verdict is None, report
     names = {own.name for own in report.layers if own.name.endswith("(images)")}
-    assert {"rows of image 0 (images)", "rows of image 1, deep layer 1 (images)",
+    assert {"rows of image 0 (images)", f"{rows} (images)",
             "hidden_states.0 (images)", "logits (images)"} <= names

@@ -8,6 +8,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from llmc import plugins
+from llmc.compiler.frontend import image
 from llmc.runtime.multimodal import vision_inputs
 
 _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "depth": 3,
@@ -15,10 +16,13 @@ _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "
            "out_hidden_size": 64, "image_size": 28, "patch_size": 14,
            "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0], "embed_dim": 32}
 _MROPE = families.rope("default", mrope_section=[4, 2, 2])
+_PARTIAL_MROPE = families.rope("default", partial_rotary_factor=0.5, mrope_section=[2, 1, 1])
 # Vision and language models have equal numbers of layers, so that they could be confused.
 TEXTS = {
     "gemma3": {**families.FAMILIES["gemma3_text"], "num_hidden_layers": 3},
     "gemma4": families.OWN_ATTENTION["gemma4_text"],
+    "paligemma": {**families.UNPLANNED["gemma"], "model_type": "gemma"},
+    "paligemma2": {**families.FAMILIES["gemma2"], "model_type": "gemma2"},
     "mistral3": families.FAMILIES["mistral"],
     "mistral4": {**families.LATENT["deepseek_v3"], "model_type": "mistral4", **families.rope(
         "yarn", factor=4.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
@@ -29,16 +33,41 @@ TEXTS = {
     "qwen3_5": {**families.HYBRIDS["qwen3_5_text"], "rope_parameters": {
         "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0,
         "mrope_section": [4, 2, 2]}},
+    "qwen3_5_moe": {**families.HYBRIDS["qwen3_5_moe_text"], "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0,
+        "mrope_section": [4, 2, 2]}},
     "llava": families.FAMILIES["llama"],
     "llama4": families.OWN_ATTENTION["llama4_text"],
     "internvl": families.FAMILIES["qwen2"],
     "smolvlm": families.FAMILIES["llama"],
+    "deepseek_vl": families.FAMILIES["llama"],
+    "janus": families.FAMILIES["llama"],
+    "vipllava": families.FAMILIES["llama"],
+    "llava_next": families.FAMILIES["llama"],
+    "llava_onevision": families.FAMILIES["qwen2"],
+    "lighton_ocr": families.FAMILIES["qwen3"],
+    "qianfan_ocr": families.FAMILIES["qwen3"],
+    "got_ocr2": families.FAMILIES["qwen2"],
+    "aya_vision": families.UNPLANNED["cohere2"],
+    "cohere2_vision": families.UNPLANNED["cohere2"],
+    "exaone4_5": families.UNPLANNED["exaone4"],
+    "qwen2_vl": {**families.FAMILIES["qwen2"], **_MROPE},
+    "glm4v": {**families.UNPLANNED["glm"], **_PARTIAL_MROPE},
+    "glm46v": {**families.UNPLANNED["glm"], **_PARTIAL_MROPE},
+    "glm_ocr": {**families.UNPLANNED["glm"], **_PARTIAL_MROPE},
     "idefics3": families.FAMILIES["llama"],
 }
 # Models whose language model is part of another class.
-WHOLES = {"mistral4": "mistral3"}
+WHOLES = {"mistral4": "mistral3", "paligemma2": "paligemma"}
 # Fields of the whole config. One row of four patches.
-_WHOLE = {"mm_tokens_per_image": 1, "scale_factor": 2}
+_WHOLE = {"mm_tokens_per_image": 1, "scale_factor": 2, "alignment_intermediate_size": 48}
+_OWN_WHOLE = {
+    "vipllava": {"vision_feature_layer": [-1, -3]},
+    "llava_next": {"image_grid_pinpoints": [[112, 224], [224, 112], [224, 224], [336, 112],
+                                            [112, 336]]},
+    "llava_onevision": {"image_grid_pinpoints": [
+        [96 * row, 96 * column] for row in range(1, 5) for column in range(1, 5)],
+        "vision_aspect_ratio": "anyres_max_4"}}
 
 
 def tiny_model(family, token_id=families.VOCAB - 1, text=(), whole=(), **vision):
@@ -63,7 +92,8 @@ def tiny_model(family, token_id=families.VOCAB - 1, text=(), whole=(), **vision)
         **{kind: {"model_type": given.model_type, **sizes[kind]} for kind, given in kinds.items()},
         **{name: token_id for name in ("image_token_id", "video_token_id", "image_token_index")
            if hasattr(base, name)},
-        **{name: value for name, value in (_WHOLE | dict(whole)).items() if hasattr(base, name)})
+        **{name: value for name, value in (
+            _WHOLE | _OWN_WHOLE.get(family, {}) | dict(whole)).items() if hasattr(base, name)})
     return families.randomized(
         AutoModelForImageTextToText.from_config(config, attn_implementation="eager"))
 
@@ -81,8 +111,11 @@ def packed(*grids, patch=14, temporal=2):
 def encoder_rows(model, arrays):
     """Rows of transformers' encoder, and those of deep layers."""
     with torch.no_grad():
-        output = model.get_image_features(
+        output = image.features_owner(model).get_image_features(
             **{name: torch.from_numpy(array) for name, array in arrays.items()}, return_dict=True)
+    if getattr(output, "pooler_output", None) is None:  # Llama 4's forward projects
+        with torch.no_grad():
+            output.pooler_output = model.multi_modal_projector(output.last_hidden_state)
     several = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
     return [torch.cat(list(rows)).reshape(-1, rows[0].shape[-1]).numpy() for rows in several]
 
@@ -112,7 +145,8 @@ def session(proto, model):
 
 def run_encoder(loaded, computed, arrays):
     """Run an exported encoder on what a processor gives for one image."""
-    feeds = {name: array for name, array in arrays.items() if name != "image_grid_thw"}
+    feeds = dict(arrays)
     for own in computed:
-        feeds |= vision_inputs.compute(own, arrays["image_grid_thw"])
-    return loaded.run(None, feeds)
+        feeds |= vision_inputs.of_arrays(own, arrays)
+    names = {own.name for own in loaded.get_inputs()}
+    return loaded.run(None, {name: array for name, array in feeds.items() if name in names})

@@ -40,6 +40,17 @@ FAMILIES = {
             "temporal_patch_size": 2, "merge_size": 2, **HALF},
         others=("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
         row="<|image_pad|>"),
+    "glm4v": Family(
+        "Glm4vProcessor", {"image_processor_type": "Glm4vImageProcessor", "size": {
+            "longest_edge": 300_000, "shortest_edge": 12_544}, "patch_size": 14,
+            "temporal_patch_size": 2, "merge_size": 2, **CLIP},
+        others=("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>",
+                "<|begin_of_video|>", "<|end_of_video|>"), row="<|image|>"),
+    "exaone4_5": Family(
+        "Exaone4_5_Processor", {"image_processor_type": "Qwen2VLImageProcessor", "size": {
+            "longest_edge": 200_000, "shortest_edge": 3136}, "patch_size": 14,
+            "temporal_patch_size": 2, "merge_size": 2, **CLIP},
+        others=("<|image_pad|>", "<|video_pad|>"), row="<|image_pad|>"),
     "gemma3": Family(
         "Gemma3Processor", {"image_processor_type": "Gemma3ImageProcessor", "size": {
             "height": 224, "width": 224}, "do_pan_and_scan": True, "resample": 2, **HALF},
@@ -58,11 +69,22 @@ FAMILIES = {
         {"boi_token": "<|image>", "eoi_token": "<image|>", "image_token": "<|image|>",
          "boa_token": "<|audio>", "eoa_token": "<audio|>", "audio_token": "<|audio|>"},
         ("<|video|>",), "<|image|>"),
+    "paligemma": Family(
+        "PaliGemmaProcessor", {"image_processor_type": "SiglipImageProcessor", "size": {
+            "height": 56, "width": 56}, "image_seq_length": 16, **HALF},
+        others=("<image>", *(f"<loc{i:0>4}>" for i in range(1024)),
+                *(f"<seg{i:0>3}>" for i in range(128))), row="<image>"),
     "pixtral": Family(
         "PixtralProcessor", {"image_processor_type": "PixtralImageProcessor", "size": {
             "longest_edge": 400}, "patch_size": {"height": 16, "width": 16}, **CLIP},
         settings={"patch_size": 14, "spatial_merge_size": 2},
         others=("[IMG]", "[IMG_BREAK]", "[IMG_END]"), row="[IMG]"),
+    "lighton_ocr": Family(
+        "LightOnOcrProcessor", {"image_processor_type": "PixtralImageProcessor", "size": {
+            "longest_edge": 400}, "patch_size": {"height": 28, "width": 28}, **CLIP},
+        settings={"patch_size": 14, "spatial_merge_size": 2},
+        tokens={"image_token": "<|image_pad|>", "image_break_token": "<|vision_pad|>",
+                "image_end_token": "<|vision_end|>"}, row="<|image_pad|>"),
     "llava": Family(
         "LlavaProcessor", {"image_processor_type": "CLIPImageProcessor", "size": {
             "shortest_edge": 112}, "crop_size": {"height": 112, "width": 112}, **CLIP},
@@ -74,6 +96,17 @@ FAMILIES = {
             "height": 98, "width": 98}, **HALF},
         settings={"patch_size": 14, "vision_feature_select_strategy": "full"},
         others=("<image>",), row="<image>"),
+    "deepseek_vl": Family(
+        "DeepseekVLProcessor", {"image_processor_type": "DeepseekVLImageProcessor", "size": {
+            "height": 96, "width": 96}, **HALF},
+        settings={"num_image_tokens": 36}, tokens={"image_token": "<image_placeholder>"},
+        row="<image_placeholder>"),
+    "janus": Family(
+        "JanusProcessor", {"image_processor_type": "JanusImageProcessor", "size": {
+            "height": 96, "width": 96}, **HALF},
+        settings={"num_image_tokens": 36}, tokens={
+            "image_token": "<image_placeholder>", "boi_token": "<begin_of_image>",
+            "eoi_token": "<end_of_image>"}, row="<image_placeholder>"),
     "llava_next": Family(
         "LlavaNextProcessor", {"image_processor_type": "LlavaNextImageProcessor", "size": {
             "shortest_edge": 112}, "crop_size": {"height": 112, "width": 112},
@@ -97,6 +130,30 @@ FAMILIES = {
         tokens={"start_image_token": "<img>", "end_image_token": "</img>",
                 "context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"},
         row="<IMG_CONTEXT>"),
+    "qianfan_ocr": Family(
+        "QianfanOCRProcessor", {"image_processor_type": "GotOcr2ImageProcessorFast", "size": {
+            "height": 112, "width": 112}, "max_patches": 6, **CLIP},
+        settings={"image_seq_length": 16},
+        tokens={"start_image_token": "<img>", "end_image_token": "</img>",
+                "context_image_token": "<IMG_CONTEXT>"},
+        others=("<image>",), row="<IMG_CONTEXT>"),
+    "got_ocr2": Family(
+        "GotOcr2Processor", {"image_processor_type": "GotOcr2ImageProcessorFast", "size": {
+            "height": 256, "width": 256}, **CLIP},
+        others=("<imgpad>", "<img>", "</img>"), row="<imgpad>"),
+    "aya_vision": Family(
+        "AyaVisionProcessor", {"image_processor_type": "GotOcr2ImageProcessorFast", "size": {
+            "height": 112, "width": 112}, "max_patches": 6, **HALF},
+        settings={"patch_size": 14, "img_size": 112, "downsample_factor": 2},
+        others=("<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>",
+                "<|IMG_LINE_BREAK|>", "TILE", "TILE_GLOBAL",
+                *(f"TILE_{index}" for index in range(1, 7))), row="<|IMG_PATCH|>"),
+    "cohere2_vision": Family(
+        "Cohere2VisionProcessor", {"image_processor_type": "Cohere2VisionImageProcessor", "size": {
+            "height": 112, "width": 112}, "patch_size": 4, "max_patches": 6, **HALF},
+        tokens={"image_token": "<|IMG_PATCH|>", "boi_token": "<|START_OF_IMG|>",
+                "eoi_token": "<|END_OF_IMG|>", "img_line_break_token": "<|IMG_LINE_BREAK|>"},
+        row="<|IMG_PATCH|>"),
     "idefics3": Family(
         "Idefics3Processor", {"image_processor_type": "Idefics3ImageProcessor", "size": {
             "longest_edge": 364}, "max_image_size": {"longest_edge": 91}, "resample": 1, **HALF},

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,13 @@ from safetensors.numpy import load_file
 import llmc
 from llmc import plugins
 from llmc.artifacts.adapter import Matrices
-from llmc.artifacts.manifest import INPUT_FEATURES, read_manifest, verify_files
-from llmc.artifacts.program import Program, ProgramTensor, read_chip_programs
+from llmc.artifacts.manifest import INPUT_FEATURES, Manifest, read_manifest, verify_files
+from llmc.artifacts.program import (
+    Program,
+    ProgramTensor,
+    read_chip_programs,
+    read_image_program,
+)
 from llmc.plugins.activations import REFERENCE as ACTIVATIONS
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.core import llm as llm_module
@@ -32,6 +38,7 @@ from llmc.runtime.core.step import (
 )
 from llmc.runtime.engines.cuda import extension, lora_limits, step_arrays
 from llmc.runtime.engines.host import HostSampling
+from llmc.runtime.engines.image_encoder import DividedImageEncoder, ImageEncoder
 from llmc.runtime.engines.media_encoders import MediaEncoders
 from llmc.runtime.engines.state_slots import StateSlots
 from llmc.runtime.speculation.ngram import NgramDrafter
@@ -386,6 +393,9 @@ class Interpreter:
                      for index, rows in enumerate(step.deep_embeds)},
                   "rotary_positions": step.rotary_positions if len(step.rotary_positions)
                   else np.repeat(step.position_ids[:, None], 3, axis=1),
+                  "bidirectional_ranges": step.bidirectional_ranges
+                  if len(step.bidirectional_ranges)
+                  else np.zeros((len(step.token_ids), 2), np.int32),
                   "token_type_ids": step.token_type_ids if len(step.token_type_ids)
                   else np.zeros_like(step.token_ids), **inputs}
         if self.states and not any(schedule is own for own in self.drafts):
@@ -465,6 +475,67 @@ class Interpreter:
         return kept
 
 
+def run_image_program(program: Program, weights: Mapping[str, np.ndarray],
+                inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """Run the program of an image encoder; return its outputs in float32.
+
+    Args:
+        program: the program.
+        weights: by name.
+        inputs: by name.
+    """
+    sizes = {name: [len(array) for own, array in inputs.items() if own.startswith(name)]
+             for name in ("patches", "merged_rows")}
+    arenas = {False: Arena(program.token_bytes, sizes["patches"][0]),
+              True: Arena(program.logit_bytes, (sizes["merged_rows"] or [0])[0])}
+
+    def read(number: int) -> np.ndarray:
+        tensor = program.tensors[number]
+        if tensor.kind == "input":
+            return inputs[tensor.name].astype(_DTYPES[tensor.dtype])
+        if tensor.kind == "weight":
+            assert weights[tensor.name].shape == tensor.shape
+            return weights[tensor.name]
+        if tensor.kind == "columns":
+            return read(tensor.of)[:, tensor.first:tensor.first + tensor.width]
+        return arenas[tensor.per_logit].read(number, tensor)
+
+    for node in program.nodes:
+        arrays = [read(number) if number >= 0 else None for number in node.inputs]
+        if node.op == "Gather":
+            results = [arrays[0][arrays[1]]]
+        elif node.op == "Columns":
+            results = [arrays[0][:, arrays[1]]]
+        elif node.op == "Concat":
+            results = [np.concatenate(arrays, -1)]
+        elif node.op in _ELEMENTWISE:
+            results = [_ELEMENTWISE[node.op](*(own.astype(np.float32) for own in arrays))]
+        else:
+            op = plugins.registry()[node.op]
+            named = {name: own for name, own in zip(op.input_names, arrays, strict=False)
+                     if own is not None}
+            op.fit({name: own.shape for name, own in named.items()}, node.fields)
+            results = op.reference(op.complete(node.fields), named)
+        for number, result in zip(node.outputs, results, strict=True):
+            tensor = program.tensors[number]
+            arenas[tensor.per_logit].write(number, tensor, result)
+    for arena in arenas.values():
+        arena.check_guards()
+    return [read(number).astype(np.float32) for number in program.outputs]
+
+
+def interpreted_image_encoder(manifest: Manifest, case: Path, threads: int = 2,
+                              device: int = 0) -> ImageEncoder:
+    """The image encoder of a case for GPUs, with an interpreter of its program if it has one."""
+    assert manifest.image is not None
+    if len(manifest.image.steps) == 1:
+        return ImageEncoder(manifest, case, threads)
+    program, _ = read_image_program(manifest, case)
+    weights = load_file(case / "chip0" / "weights.safetensors")
+    return DividedImageEncoder(manifest, case, threads,
+                               partial(run_image_program, program, weights))
+
+
 class Interpreters:
     """Interpreters of all ranks, in the place of a `Replica`."""
 
@@ -474,7 +545,9 @@ class Interpreters:
         self.limits = limits
         self.ranks = [Interpreter(case, rank, communicator, limits) for rank in range(count)]
         manifest = self.ranks[0].manifest
-        self.media = None if not manifest.media else MediaEncoders(manifest, case, 2)
+        self.media = None if not manifest.media else MediaEncoders(
+            manifest, case, 2, None if manifest.image is None else
+            interpreted_image_encoder(manifest, case))
 
     def _on_all(self, work: Callable[[Interpreter], Any]) -> list[Any]:
         def guarded(rank: Interpreter) -> Any:

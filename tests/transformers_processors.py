@@ -54,13 +54,15 @@ def references_of(family, folder):
 
 def _reference(processor, sizes):
     images = [Image.fromarray(image_of(size)) for size in sizes]
-    output = processor(images=[images], text=[text_of(processor.image_token, len(images))],
+    placeholder = getattr(processor, "image_placeholder_token", processor.image_token)
+    nested = images if hasattr(processor, "multi_page") else [images]
+    output = processor(images=nested, text=[text_of(placeholder, len(images))],
                        return_tensors="pt", add_special_tokens=False)
     ids = output["input_ids"][0].numpy()
     inputs = {name: own.float().numpy() if own.is_floating_point() else own.numpy()
               for name, own in output.items()
               if name not in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids",
-                              "cross_attention_mask", "batch_num_images")}
+                              "cross_attention_mask", "batch_num_images", "labels")}
     return {"sizes": [list(size) for size in sizes], "num_tokens": len(ids),
             "ids": digest_of(ids), "inputs": {
                 name: {"shape": list(own.shape), "sha256": digest_of(own)}

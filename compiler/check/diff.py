@@ -436,10 +436,11 @@ def _compare_images(prompt: MediaPrompt, manifest: Manifest, root: Path, referen
                     tolerance: float | None, run: Run) -> Iterator[Difference]:
     """Yield the differences from transformers for a prompt with images."""
     chips = compiled_values(manifest, root, prompt, run)
-    original = original_values(reference, prompt)
+    kind = manifest.image.bidirectional if manifest.image else None
+    original = original_values(reference, prompt, kind)
     losses: dict[str, float] = {}
     if tolerance is None and (manifest.dtype != "float32" or _float8(manifest)):
-        narrow = original_values(reference, prompt, manifest.dtype, _float8(manifest))
+        narrow = original_values(reference, prompt, kind, manifest.dtype, _float8(manifest))
         losses = _losses(narrow, original, _times(_TRANSFORMERS_LOSSES, manifest))
     least = TOLERANCE if tolerance is None else tolerance
     for name, expected in original.items():

@@ -13,6 +13,7 @@ import onnxruntime as ort
 
 from llmc import plugins
 from llmc.artifacts.manifest import (
+    BIDIRECTIONAL_RANGES,
     DEEP_EMBEDS_PREFIX,
     EMBED_IDS,
     EMBEDS,
@@ -62,12 +63,14 @@ class PromptRows:
         embed_ids: int32 [num_tokens].
         deep_embeds: float32 [num_deep, num_embeds, width].
         rotary_positions: int32 [num_tokens, 3]; None: positions in the cache.
+        bidirectional_ranges: int32 [num_tokens, 2]; None: none.
     """
 
     embeds: np.ndarray
     embed_ids: np.ndarray
     deep_embeds: np.ndarray
     rotary_positions: np.ndarray | None = None
+    bidirectional_ranges: np.ndarray | None = None
 
     def fields(self, start: int, stop: int) -> dict[str, np.ndarray]:
         """Fields of a step with the tokens from `start` to `stop`."""
@@ -284,6 +287,9 @@ def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int],
         if manifest.image and manifest.image.grid:
             state[ROTARY_POSITIONS] = IN_CACHE.within(0, len(ids)) \
                 if rows is None or rows.rotary_positions is None else rows.rotary_positions
+        if manifest.image and manifest.image.bidirectional:
+            state[BIDIRECTIONAL_RANGES] = np.zeros((len(ids), 2), np.int32) \
+                if rows is None or rows.bidirectional_ranges is None else rows.bidirectional_ranges
         if chip.lora:
             state["lora_ids"] = state["lora_logits_ids"] = step.lora_ids
         for name, (dtype, shape) in chip.lora_inputs.items():  # no adapter's rows

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from llmc.artifacts.manifest import Manifest
+from llmc.artifacts.manifest import Bidirectional, Manifest
 from llmc.compiler.check.execute import PromptRows, Values
 from llmc.compiler.check.reference import Model, load_reference, reference_rows, reference_values
 from llmc.compiler.graph.names import HIDDEN_STATE
 from llmc.errors import LlmcError, reason_of
+from llmc.runtime.core.input_embeds import InputEmbeds
 from llmc.runtime.core.request import InputProcessor
-from llmc.runtime.engines.media_encoders import MediaEncoder
+from llmc.runtime.engines.cuda_image_encoder import load_image_encoder
+from llmc.runtime.engines.image_encoder import ImageEncoder
 from llmc.runtime.multimodal.rotary_positions import positions_of_items
 from llmc.runtime.prompts import MediaPrompt
 
@@ -35,33 +37,44 @@ def compiled_values(manifest: Manifest, root: Path, prompt: MediaPrompt, run: Ru
     Returns:
         For each chip its hidden states and logits; of the first also the rows of each image.
     """
-    encoder = MediaEncoder(manifest, root, "image", _ENCODER_THREADS)
+    encoder = load_image_encoder(manifest, root, _ENCODER_THREADS, device=0) \
+        if manifest.target.spec.gpu else ImageEncoder(manifest, root, _ENCODER_THREADS)
     encoded = [encoder.encode(own.item.arrays) for own in prompt.ranges]
     embeds, *deep = np.concatenate(encoded, axis=1)
     embed_ids = np.full(len(prompt), -1, np.int32)
     embed_ids[_positions(prompt)] = np.arange(len(embeds))
-    grid = manifest.image.grid if manifest.image else None
+    assert manifest.image is not None
+    grid, kind, token_id = (manifest.image.grid, manifest.image.bidirectional,
+                            manifest.image.token_id)
+    ids = np.array(prompt.token_ids)
+    if token_id is not None:
+        ids[_positions(prompt)] = token_id
+    ranges = InputEmbeds.of_items(prompt.ranges, None).seen_together(kind, prompt.token_ids)
     rows = PromptRows(
         embeds, embed_ids, np.array(deep, np.float32).reshape(len(deep), *embeds.shape),
         None if grid is None else positions_of_items(
-            len(prompt), prompt.ranges, grid.merge_size).of_prompt)
+            len(prompt), prompt.ranges, grid.merge_size).of_prompt,
+        None if kind is None else ranges.ranges_within(0, len(prompt)))
     layers = [HIDDEN_STATE.format(index) for index in range(manifest.dims.num_layers)]
-    chips = run(manifest, root, prompt.token_ids, {*layers, "logits"}, rows)
+    chips = run(manifest, root, ids.tolist(), {*layers, "logits"}, rows)
     chips[0] = {**{name: own for index, each in enumerate(encoded)
                    for name, own in _named(index, each).items()}, **chips[0]}
     return chips
 
 
-def original_values(reference: str | Path, prompt: MediaPrompt, dtype: str = "float32",
-                    kv_dtype: str = "") -> Values:
+def original_values(reference: str | Path, prompt: MediaPrompt, kind: Bidirectional | None,
+                    dtype: str = "float32", kv_dtype: str = "") -> Values:
     """Compute the same tensors with transformers.
+
+    Args:
+        kind: tokens that see each other.
 
     Raises:
         LlmcError: transformers cannot load the model, or run the prompt.
     """
     model = load_reference(reference, dtype, takes_images=True)
     items = [own.item.arrays for own in prompt.ranges]
-    arrays = _joined(items) | _token_types(model, prompt)
+    arrays = _joined(items) | _token_types(model, prompt, kind)
     try:
         rows = {name: own for index, each in enumerate(items)
                 for name, own in _named(index, reference_rows(model, each)).items()}
@@ -84,6 +97,9 @@ def read_prompt(manifest: Manifest, root: Path, text: str | None, images: Sequen
     if manifest.image is None:
         raise LlmcError(f"--image is given, but '{manifest.source.architecture}' was compiled "
                         f"without an image encoder; leave it out")
+    if manifest.image.bidirectional and manifest.target.kind != "cpu":
+        raise LlmcError(f"--image is not supported by target '{manifest.target.kind}' for a model "
+                        f"whose tokens of an image see each other; compare target cpu")
     if manifest.quantization:
         raise LlmcError("--image is not supported for a model with quantized weights; leave it out")
     reader = InputProcessor(manifest, root, 1)
@@ -103,10 +119,13 @@ def _named(index: int, rows: Iterable[np.ndarray]) -> Values:
             for layer, own in enumerate(rows)}
 
 
-def _token_types(model: Model, prompt: MediaPrompt) -> Values:
-    """The token types that the model reads, int64 [1, num_tokens]."""
+def _token_types(model: Model, prompt: MediaPrompt, kind: Bidirectional | None) -> Values:
+    """The token types that the model reads, int64 [1, num_tokens]: 1 for images.
+
+    Of a prompt whose tokens all see each other, they are 0.
+    """
     types = np.zeros((1, len(prompt)), np.int64)
-    types[0, _positions(prompt)] = 1
+    types[0, _positions(prompt)] = kind != "prompt"
     return {name: types for name in _TOKEN_TYPES
             if name in inspect.signature(model.forward).parameters}
 

@@ -106,11 +106,16 @@ def reference_rows(model: Model, images: Mapping[str, np.ndarray]) -> list[np.nd
     """
     import torch
 
+    from llmc.compiler.frontend.image import features_owner, placed_rows
+
     with torch.no_grad():
-        found = model.get_image_features(**_tensors(model, images), return_dict=True)
-        deep = getattr(found, "deepstack_features", None) or ()
+        output = features_owner(model).get_image_features(
+            **_tensors(model, images), return_dict=True)
+        found = getattr(output, "pooler_output", None)
+        found = placed_rows(model, output)[None] if found is None else found
+        deep = getattr(output, "deepstack_features", None) or ()
         rows = [torch.cat([own.reshape(-1, own.shape[-1]) for own in each])
-                for each in (found.pooler_output, *deep)]
+                for each in (found, *deep)]
     return [np.asarray(own.float().numpy()) for own in rows]
 
 

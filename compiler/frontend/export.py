@@ -35,6 +35,8 @@ from llmc.compiler.frontend.convolutions import feature_rows, reads_features
 from llmc.compiler.frontend.deep_embeds import mark_deep_embeds
 from llmc.compiler.frontend.features import check_features
 from llmc.compiler.frontend.image_export import check_language_model, export_image
+from llmc.compiler.frontend.image_masks import ImageMasks
+from llmc.compiler.frontend.logits_head import match_head
 from llmc.compiler.frontend.mtp import export_mtp
 from llmc.compiler.frontend.parts import (
     ATTENTION,
@@ -59,6 +61,8 @@ from llmc.compiler.frontend.repeat import (
 )
 from llmc.compiler.frontend.trace import DoesNotRun, alone, remove_mark, to_graph, trace
 from llmc.compiler.graph.elementary import sinusoidal_positions
+from llmc.compiler.graph.rewrite import is_op
+from llmc.compiler.graph.sdpa import SDPA
 from llmc.compiler.graph.weights import Weight
 from llmc.errors import LlmcError
 from llmc.runtime.multimodal.processor import ProcessorDescription
@@ -119,8 +123,10 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
     parts = (DECODER, ENCODER) if config.is_encoder_decoder else (CAUSAL_LM,)
     takes_images = media is not None and media.image is not None
     with alone():
-        if media is not None:
-            check_language_model(config, media)
+        masks = check_language_model(config, media) if media is not None and takes_images \
+            else ImageMasks()
+        if masks.kind and getattr(text_config(config), "use_bidirectional_attention", None) is True:
+            text_config(config).use_bidirectional_attention = False  # the ranges say it
         notes += _ignored_inputs(config, media)
         complete, all_tensors = copy.deepcopy(config), tensors
         model = _empty_model(config, parts[0], trust_remote_code)
@@ -128,6 +134,7 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
         checkpoint = Checkpoint(model, tensors)
         if text_prefix(model) and type(text_config(config)) in MODEL_FOR_CAUSAL_LM_MAPPING:
             whole, config = model, _language_config(config, model)
+            match_head(whole, config)
             model = _empty_model(config, parts[0], trust_remote_code)
             checkpoint = Checkpoint(model, of_part(checkpoint, whole, model))
         if not ties_hold(model, checkpoint):
@@ -140,22 +147,28 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
             check_features(model, part)
         check_made(model, completed, origin)
         grid = position_grid(complete) if takes_images else None
-        graphs = [_export_part(copy.deepcopy(config), part, model, completed, origin,
-                               trust_remote_code, names, notes, by_axis=grid is not None)
-                  for part in parts]
-        if not takes_embeds and media is None:
-            remove_mark(graphs[0])
+        # Before the language model: what is not supported ends the compilation early.
         image = audio = None
         if media is not None and takes_images:
-            image = export_image(complete, all_tensors, origin, media, names, grid)
-            mark_deep_embeds(graphs[0], model, image)
+            image = export_image(complete, all_tensors, origin, media, names, grid, masks)
         if media is not None and media.audio is not None:
             try:
+                if masks.kind:
+                    raise LlmcError("tokens of its images see each other, which llmc does not "
+                                    "support beside audio")
                 audio = export_audio(complete, all_tensors, origin, media, names)
             except LlmcError as error:
                 if not takes_images:
                     raise
                 notes.append(f"input of audio is not supported: {error}")
+        graphs = [_export_part(copy.deepcopy(config), part, model, completed, origin,
+                               trust_remote_code, names, notes, by_axis=grid is not None)
+                  for part in parts]
+        if not takes_embeds and media is None:
+            remove_mark(graphs[0])
+        if image is not None:
+            _mark_bidirectional(graphs[0], masks, origin)
+            mark_deep_embeds(graphs[0], model, image)
 
         draft = export_mtp(config, completed, origin, graphs[0], names, trust_remote_code) \
             if mtp else ()
@@ -169,6 +182,22 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
         features = feature_rows(model) if len(graphs) > 1 and reads_features(model) else None
     return Exported(graphs[0], notes, graphs[1] if len(graphs) > 1 else None, draft,
                     features=features, image=image, audio=audio)
+
+
+def _mark_bidirectional(graph: gs.Graph, masks: ImageMasks, origin: str) -> None:
+    """Set `Sdpa.bidirectional` of each layer.
+
+    Raises:
+        LlmcError: a layer's attention is not an Sdpa node.
+    """
+    nodes = {int(node.attrs["layer"]): node for node in graph.nodes if is_op(node, SDPA)}
+    for layer, kind in enumerate(masks.by_layer):
+        if kind and layer not in nodes:
+            raise LlmcError(f"tokens of an image see each other in layer {layer} of '{origin}', "
+                            f"which bypasses transformers' attention interface; compile with "
+                            f"--language_model_only")
+        if kind:
+            nodes[layer].attrs["bidirectional"] = kind
 
 
 def _export_pooled(config: Any, tensors: Mapping[str, Weight], origin: str, linear: Set[str],

@@ -4,13 +4,15 @@ torch.onnx.export captures a model, runs it twice more (to decompose ops without
 and to make type promotion explicit), and translates it with a registry of functions that it
 rebuilds each time. Here only the functions that a model needs are looked up. The captured graph is
 translated directly if each op has a function, or is rewritten by `_simplify`: copies, casts, mixed
-dtypes, in-place ops on memory that no other value shares. Any other model takes torch's path.
+dtypes, in-place ops on memory that no other value shares, writes to slices of a new tensor. Any
+other model takes torch's path, which takes five times as long.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
@@ -38,7 +40,11 @@ _SYNONYMS = {"aten::max.other": torch.ops.aten.maximum.default,
              "aten::reshape": torch.ops.aten.view.default}
 _IN_PLACE = {f"aten::{name}_.Tensor": getattr(torch.ops.aten, name).Tensor
              for name in ("add", "sub", "mul", "div")} \
-    | {"aten::scatter_.value": torch.ops.aten.scatter.value}
+    | {"aten::scatter_.src": torch.ops.aten.scatter.src,
+       "aten::scatter_.value": torch.ops.aten.scatter.value}
+# Views that may be written to, and the op that writes functionally.
+_SCATTERS = {"aten::select.int": torch.ops.aten.select_scatter.default,
+             "aten::slice.Tensor": torch.ops.aten.slice_scatter.default}
 # Ops by their replacement and its arguments.
 _REWRITTEN: Mapping[str, tuple[Any, Callable[[torch.fx.Node], tuple[Any, ...]]]] = {
     "aten::square": (torch.ops.aten.pow.Tensor_Scalar, lambda source: (source, 2)),
@@ -134,11 +140,15 @@ _COMPLEX = {torch.ops.aten.unsqueeze.default: _unsqueeze}
 @functools.cache
 def _whole_registry() -> _registration.ONNXRegistry:
     registry = _registration.ONNXRegistry.from_torchlib(opset_version=OPSET)
+    _register_complex(registry)
+    return registry
+
+
+def _register_complex(registry: _registration.ONNXRegistry) -> None:
     for target, function in _COMPLEX.items():
         registry._register(target, _registration.OnnxDecompMeta(
             onnx_function=TracedOnnxFunction(Opset("llmc", 1), function), fx_target=target,
             signature=None, is_complex=True))
-    return registry
 
 
 @functools.cache
@@ -155,6 +165,11 @@ def _torch_functions() -> tuple[_registration.OnnxDecompMeta, ...]:
     return tuple(_torchlib_registry.get_torchlib_ops())
 
 
+@functools.cache
+def _torch_names() -> frozenset[str]:
+    return frozenset(_name(meta.fx_target) for meta in _torch_functions())
+
+
 def _registry_of(names: Set[str]) -> _registration.ONNXRegistry:
     """Build a registry for these ops only: parsing all takes longer than an export."""
     registry = _registration.ONNXRegistry()
@@ -163,9 +178,13 @@ def _registry_of(names: Set[str]) -> _registration.ONNXRegistry:
         registry._register(meta.fx_target, meta)
     for name in names & _library().keys():
         target = _registration._get_overload(name)
-        for function in _library()[name].overloads:
-            registry._register(target, _registration.OnnxDecompMeta(
-                onnx_function=function, fx_target=target, signature=None))
+        for is_complex, functions in ((False, _library()[name].overloads),
+                                      (True, _library()[name].complex)):
+            for function in functions:
+                registry._register(target, _registration.OnnxDecompMeta(
+                    onnx_function=function, fx_target=target, signature=None,
+                    is_complex=is_complex))
+    _register_complex(registry)
     registry._cleanup_registry_based_on_opset_version()
     return registry
 
@@ -190,12 +209,26 @@ def _name(target: Any) -> str:
 
 def _is_plain(graph: torch.fx.Graph) -> bool:
     """Whether the graph can be translated after `_simplify`."""
-    known = _library().keys() | {_name(meta.fx_target) for meta in _torch_functions()}
+    order = {node: index for index, node in enumerate(graph.nodes)}
     return not any(node.op == "get_attr" for node in graph.nodes) and all(
         name in _CASTS or name in _ASSERTIONS or name in _SYNONYMS or name in _REWRITTEN
         or _is_copy(node, name) or _is_written_alone(node, name)
-        or (name in known and not _writes(node) and _promoted(node) is not None)
+        or _is_written_through_views(node, name, order)
+        or (_has_function(node, name) and not _writes(node) and _promoted(node) is not None)
         for node, name in _calls(graph))
+
+
+def _has_function(node: torch.fx.Node, name: str) -> bool:
+    """Whether there is a function for an op on real tensors, or on complex ones if it has some."""
+    function = _library().get(name)
+    if any(map(_is_complex, node.all_input_nodes)):
+        return node.target in _COMPLEX or bool(function is not None and function.complex)
+    return bool(function is not None and function.overloads) or name in _torch_names()
+
+
+def _is_complex(node: torch.fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_complex()
 
 
 def _is_copy(node: torch.fx.Node, name: str) -> bool:
@@ -204,7 +237,8 @@ def _is_copy(node: torch.fx.Node, name: str) -> bool:
         source: Any = node.args[0]
         return bool(source.meta["val"].dtype == node.meta["val"].dtype)
     return name in _COPIES or (name == "aten::dropout" and node.args[2] is False) \
-        or (name == "aten::slice.Tensor" and _takes_all(*node.args[2:]))
+        or (name == "aten::slice.Tensor" and _takes_all(*node.args[2:])) \
+        or (name == "aten::mul.Tensor" and node.args[1] == 1 and _is_complex(node))
 
 
 def _takes_all(start: object = None, end: object = None, step: object = 1) -> bool:
@@ -230,6 +264,50 @@ def _is_written_alone(node: torch.fx.Node, name: str) -> bool:
         and not any(map(_shares, (written, *written.users)))
 
 
+def _is_written_through_views(node: torch.fx.Node, name: str,
+                              order: Mapping[torch.fx.Node, int]) -> bool:
+    """Whether `copy_` writes to a view of a new tensor, whose other views are not used later.
+
+    Args:
+        order: the places of the graph's nodes.
+    """
+    if name != "aten::copy_" or node.users:
+        return False
+    sources: tuple[Any, ...] = node.args[:2]
+    written, value = (source.meta["val"] for source in sources)
+    if written.dtype != value.dtype or str(written.shape) != str(value.shape):
+        return False
+    views = _views(node)
+    if not views or any(_is_copy(view, _name(view.target)) for view in views):
+        return False
+    base: Any = views[-1].args[0]
+    return not _shares(base) and not any(
+        order[alias] < order[node] < max(order[user] for user in alias.users)
+        for alias in _aliases(base) - {*views[1:]} if alias.users)
+
+
+def _views(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Return the views through which an op writes to its first argument, that argument first."""
+    views = []
+    view: Any = node.args[0]
+    while _name(view.target) in _SCATTERS:
+        views.append(view)
+        view = view.args[0]
+    return views
+
+
+def _aliases(node: torch.fx.Node) -> set[torch.fx.Node]:
+    """Return the values that may share memory with a value from which they are computed."""
+    found: set[torch.fx.Node] = set()
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if _shares(user) and user not in found:
+                found.add(user)
+                pending.append(user)
+    return found
+
+
 def _shares(node: torch.fx.Node) -> bool:
     """Whether the result may share memory with another value, also after copies are removed.
 
@@ -238,6 +316,9 @@ def _shares(node: torch.fx.Node) -> bool:
     name = _name(node.target)
     if name in _IN_PLACE or node.op == "output":
         return False
+    if node.target is operator.getitem:
+        source: Any = node.args[0]
+        return _shares(source)
     if not isinstance(node.target, torch._ops.OpOverload):
         return bool(node.op != "call_function")
     return _is_copy(node, name) or (name not in _CASTS and any(
@@ -294,8 +375,10 @@ def _simplify(module: torch.fx.GraphModule) -> None:
             node.target, arguments = _REWRITTEN[name]
             node.args = arguments(source)
         elif name in _IN_PLACE:
-            _make_functional(module.graph, node)
+            _use_later(module.graph, node, node.args[0], node)
             node.target = _IN_PLACE[name]
+        elif name == "aten::copy_":
+            _scatter(module.graph, node)
         else:
             for index, dtype in (_promoted(node) or {}).items():
                 _cast(module.graph, node, index, dtype)
@@ -303,12 +386,33 @@ def _simplify(module: torch.fx.GraphModule) -> None:
     module.recompile()
 
 
-def _make_functional(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Use the result of an in-place op instead of its argument in all later nodes."""
-    written: Any = node.args[0]
+def _use_later(graph: torch.fx.Graph, node: torch.fx.Node, written: Any,
+               result: torch.fx.Node) -> None:
+    """Use `result` instead of `written` in all nodes after `node`."""
     later = itertools.takewhile(lambda other: other is not node, reversed(graph.nodes))
     for user in list(later):
-        user.replace_input_with(written, node)
+        user.replace_input_with(written, result)
+
+
+def _scatter(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Compute the tensor whose view `copy_` writes to, and use that, and views of it, later."""
+    views = _views(node)
+    result: Any = node.args[1]
+
+    def call(target: Any, *args: Any, like: torch.fx.Node) -> torch.fx.Node:
+        with graph.inserting_before(node):
+            made = graph.call_function(target, args)
+        made.meta = {**node.meta, "val": like.meta["val"]}
+        return made
+
+    for view in views:
+        source: Any = view.args[0]
+        result = call(_SCATTERS[_name(view.target)], source, result, *view.args[1:], like=source)
+    _use_later(graph, node, source, result)
+    for view in reversed(views[1:]):
+        result = call(view.target, result, *view.args[1:], like=view)
+        _use_later(graph, node, view, result)
+    graph.erase_node(node)
 
 
 def _cast(graph: torch.fx.Graph, node: torch.fx.Node, index: int, dtype: torch.dtype) -> None:

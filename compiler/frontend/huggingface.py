@@ -118,7 +118,7 @@ def _media_of(config: Any, directory: Path) -> tuple[Modality, ...]:
     from llmc.compiler.frontend.parts import multimodal_class
     images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     takers: dict[Modality, bool] = {
-        "image": images and getattr(config, "vision_config", None) is not None,
+        "image": images,
         # A class for text alone is used if there is one.
         "audio": multimodal_class(config) is not None
         and (images or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING)

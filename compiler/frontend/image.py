@@ -13,34 +13,35 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import torch
 from accelerate import init_empty_weights
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AutoModelForImageTextToText, vision_utils
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    AttentionMaskInterface,
-    bidirectional_mask_function,
-)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from llmc.artifacts.manifest import MEDIA_ROWS
-from llmc.artifacts.vision_input import GRID, SIZES, UNREAD, VisionInput
+from llmc.artifacts.vision_input import GRID, PACK, SIZES, VisionInput
+from llmc.compiler.frontend import tile_packing
 from llmc.compiler.frontend.exporter import export_onnx
-from llmc.compiler.frontend.parts import Part, build
+from llmc.compiler.frontend.one_image import OneImage, OneSize
+from llmc.compiler.frontend.parts import Part, build, text_config
 from llmc.compiler.frontend.reproducible import Reproducible
 from llmc.compiler.frontend.trace import root_cause, to_proto
 from llmc.compiler.options import LANGUAGE_MODEL_ONLY
 from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted
+from llmc.runtime.multimodal.tile_rows import tile_rows
 
 IMAGE = Part("image-text model", (), causal=False, auto=AutoModelForImageTextToText)
-_ATTENTION = "llmc_image"  # llmc's entry in transformers' attention interface for image encoders
+# llmc's entries in transformers' attention interface for image encoders.
+_ATTENTION, _UNPADDED = "llmc_image", "llmc_image_unpadded"
 Arrays = Mapping[str, np.ndarray]
 
 
@@ -50,12 +51,12 @@ class _Call:
 
     Args:
         function: its name.
-        arguments: its scalar arguments.
+        arguments: its arguments other than arrays.
         results: what it returned for the sample, by name.
     """
 
     function: str
-    arguments: Mapping[str, int | str | bool]
+    arguments: Mapping[str, Any]
     results: Mapping[str, np.ndarray]
 
 
@@ -68,8 +69,23 @@ _FUNCTIONS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+@dataclass(frozen=True)
+class TracedImageEncoder:
+    """An exported image encoder.
+
+    Args:
+        proto: the graph; see `trace_image`.
+        computed: how its computed inputs are computed.
+        inputs: for each sample, the graph's inputs by name.
+    """
+
+    proto: onnx.ModelProto
+    computed: tuple[VisionInput, ...]
+    inputs: tuple[Arrays, ...]
+
+
 def trace_image(config: Any, samples: Sequence[Arrays], num_rows: Sequence[int] = ()) -> \
-        tuple[onnx.ModelProto, tuple[VisionInput, ...]]:
+        TracedImageEncoder:
     """Export the image encoder of a model from its config.
 
     Parameters are named as by `trace`. The graph's inputs are the arrays of a sample, without the
@@ -82,55 +98,76 @@ def trace_image(config: Any, samples: Sequence[Arrays], num_rows: Sequence[int] 
             are dynamic.
         num_rows: rows that the prompt takes for each sample, to compare; empty: not known.
 
-    Returns:
-        The graph, and how its computed inputs are computed.
-
     Raises:
         LlmcError: the encoder cannot be exported.
     """
-    use_encoder_attention(config)
+    use_encoder_attention(config, any(name.endswith("mask") for name in samples[0]))
     try:
         with init_empty_weights(include_buffers=False), Reproducible():
             model: Any = build(config, IMAGE, False)
         with torch.device("meta"):
             empty: Any = build(config, IMAGE, False)
+        if features_owner(empty) is None:
+            raise LlmcError(f"'{config.model_type}' has an image encoder without "
+                            f"get_image_features, which llmc does not support; "
+                            f"{LANGUAGE_MODEL_ONLY}")
         recorded = [_record(empty, sample) for sample in samples]
-        for expected, (_, rows) in zip(num_rows, recorded, strict=False):
-            if rows[0] != expected:
+        for expected, run in zip(num_rows, recorded, strict=False):
+            if run.rows[0] != expected:
                 raise LlmcError(f"the processor gives an image {expected} tokens, the image "
-                                f"encoder of '{config.model_type}' {rows[0]} rows; give the "
+                                f"encoder of '{config.model_type}' {run.rows[0]} rows; give the "
                                 f"processor files that belong to the weights")
-        return _export(model, samples, [calls for calls, _ in recorded],
-                       len(recorded[0][1]))
+        return _export(model, samples, recorded)
     except LlmcError:
         raise
     except Exception as error:  # any error of the model's code
         check_interrupted()
         raise LlmcError(f"the image encoder of '{config.model_type}' cannot be exported: "
-                        f"{root_cause(error)}; use another model") from error
+                        f"{root_cause(error)}; {LANGUAGE_MODEL_ONLY}") from error
 
 
-def use_encoder_attention(config: Any) -> None:
-    """Make a model of this config compute attention as encoders do."""
-    AttentionInterface.register(_ATTENTION, _attend)
-    AttentionMaskInterface.register(_ATTENTION, _visible)
+def use_encoder_attention(config: Any, padded: bool) -> None:
+    """Make a model of this config compute attention as encoders do.
+
+    Args:
+        padded: the encoder reads masks of padding.
+    """
+    for name, visible in ((_ATTENTION, _visible), (_UNPADDED, _visible_unpadded)):
+        AttentionInterface.register(name, _attend)
+        AttentionMaskInterface.register(name, visible)
     for each in (config, *(getattr(config, name) for name in config.sub_configs
                            if getattr(config, name, None) is not None)):
-        each._attn_implementation = _ATTENTION
+        each._attn_implementation = _ATTENTION if padded else _UNPADDED
 
 
-def _record(model: Any, sample: Arrays) -> tuple[list[_Call], list[int]]:
-    """Run the encoder without values.
+@dataclass(frozen=True)
+class _Run:
+    """What an encoder did for a sample.
 
-    Returns:
-        Its calls of functions of the grid, and the number of rows of each result.
+    Args:
+        calls: of functions of the grid.
+        rows: number of rows of each result.
+        constants: see `OneImage`.
     """
+
+    calls: Sequence[_Call]
+    rows: Sequence[int]
+    constants: Sequence[torch.Tensor]
+
+
+def _record(model: Any, sample: Arrays) -> _Run:
+    """Run the encoder without values."""
     calls: list[_Call] = []
 
     def recorded(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if name == PACK:
+            return packed(original, *args, **kwargs)
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         given.pop("kwargs", None)
-        results = original(**given)
+        with mode.paused():
+            results = original(**{
+                key: torch.from_numpy(sample[GRID]) if GRID in meta and value is meta[GRID] else
+                value for key, value in given.items()})
         several = results if isinstance(results, tuple) else (results,)
         calls.append(_Call(name, {key: value for key, value in given.items()
                                   if isinstance(value, int | str)},
@@ -139,46 +176,42 @@ def _record(model: Any, sample: Arrays) -> tuple[list[_Call], list[int]]:
         moved = tuple(value.to("meta") for value in several)
         return moved if isinstance(results, tuple) else moved[0]
 
-    meta = {name: torch.from_numpy(array) if name == GRID else
-            _OneSize([tuple(array[0].tolist())]) if name == SIZES else
+    def packed(original: Callable[..., Any], image_features: Sequence[torch.Tensor],
+               image_sizes: Any, **named: Any) -> Any:
+        owner = tile_packing.packer(model)
+        with mode.paused():
+            tile_packing.check(owner, original, named, image_features[0].shape[1])
+        settings = tile_packing.settings(owner, named)
+        results = dict(zip(tile_packing.NAMES, tile_rows(sample, **settings), strict=False))
+        calls.append(_Call(PACK, settings, results))
+        return [tile_packing.pack(image_features, named["image_newline"], [
+            torch.from_numpy(own).to("meta") for own in results.values()])], None
+
+    meta = {name: OneSize([tuple(array[0].tolist())]) if name == SIZES else
             torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device="meta")
             for name, array in sample.items()}
-    with torch.no_grad(), _replaced(model, recorded):
+    mode = OneImage()
+    with torch.no_grad(), _replaced(model, recorded, mode, sample["pixel_values"].shape[1]):
         results = _features(model, meta)
-    return calls, [len(rows) for rows in results]
+    return _Run(calls, [len(rows) for rows in results], mode.recorded)
 
 
-def _export(model: Any, samples: Sequence[Arrays], calls: Sequence[Sequence[_Call]],
-            num_results: int) -> tuple[onnx.ModelProto, tuple[VisionInput, ...]]:
-    names = [name for name in samples[0] if name not in UNREAD]
-    if any(SIZES in sample and sample[SIZES].tolist() != [[*sample["pixel_values"].shape[-2:]]]
-           for sample in samples):
+def _export(model: Any, samples: Sequence[Arrays], runs: Sequence[_Run]) -> \
+        TracedImageEncoder:
+    names = [name for name in samples[0] if name != SIZES]
+    if all(call.function != PACK for call in runs[0].calls) and any(
+            SIZES in sample and sample[SIZES].tolist() != [[*sample["pixel_values"].shape[-2:]]]
+            for sample in samples):
         raise LlmcError(f"the processor gives {SIZES} other than the size of pixel_values, which "
-                        f"llmc does not support; use another model")
+                        f"llmc does not support; {LANGUAGE_MODEL_ONLY}")
     inputs = {name: [sample[name] for sample in samples] for name in names}
     computed = list[VisionInput]()
-    for index, call in enumerate(calls[0]):
+    for index, call in enumerate(runs[0].calls):
         results = tuple(f"{name}_{index}" for name in call.results)
         computed.append(VisionInput.model_validate({
             "function": call.function, "arguments": call.arguments, "names": results}))
         for name, result in zip(call.results, results, strict=True):
-            inputs[result] = [own[index].results[name] for own in calls]
-    encoder = _Encoder(model, names, computed, UNREAD & samples[0].keys())
-    outputs = [MEDIA_ROWS, *(f"{MEDIA_ROWS}_{index}" for index in range(num_results - 1))]
-    return export_encoder(model, encoder, inputs, outputs), tuple(computed)
-
-
-def export_encoder(model: Any, encoder: torch.nn.Module, inputs: Mapping[str, Sequence[np.ndarray]],
-                   outputs: Sequence[str]) -> onnx.ModelProto:
-    """Export a module that runs a part of a model.
-
-    Args:
-        model: its parameters lose their values.
-        encoder: the module.
-        inputs: of the module, in order of its arguments, for several samples. Axes that differ are
-            dynamic.
-        outputs: names.
-    """
+            inputs[result] = [own.calls[index].results[name] for own in runs]
     shapes: list[Mapping[int, Any]] = []
     for name, arrays in inputs.items():
         ranks = {array.ndim for array in arrays}
@@ -188,6 +221,10 @@ def export_encoder(model: Any, encoder: torch.nn.Module, inputs: Mapping[str, Se
         sizes = zip(*(array.shape for array in arrays), strict=True)
         shapes.append({axis: torch.export.Dim.AUTO for axis, each in enumerate(sizes)
                        if len(set(each)) > 1})
+    constants = runs[0].constants
+    if any(not all(map(torch.equal, constants, run.constants)) for run in runs):
+        raise LlmcError(f"the encoder's positions depend on the image in a way that llmc does not "
+                        f"support; {LANGUAGE_MODEL_ONLY}")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     replaced: dict[int, torch.nn.Parameter] = {}
     with fake:
@@ -199,13 +236,42 @@ def export_encoder(model: Any, encoder: torch.nn.Module, inputs: Mapping[str, Se
                     module._parameters[name] = replaced[id(parameter)]
         examples = {name: torch.zeros(arrays[0].shape, dtype=torch.from_numpy(arrays[0]).dtype)
                     for name, arrays in inputs.items()}
+        encoder = _Encoder(model, names, computed, SIZES in samples[0], constants)
+        outputs = [MEDIA_ROWS, *(f"{MEDIA_ROWS}_{index}"
+                                 for index in range(len(runs[0].rows) - 1))]
         exported = export_onnx(encoder.eval(), examples, [tuple(shapes)], outputs)
+    for name, buffer in encoder.named_buffers():  # the exporter's views of them have no values
+        if buffer.is_complex() and name in exported.graph.initializers:
+            exported.graph.initializers[name].const_value = ir.tensor(
+                torch.view_as_real(buffer).numpy(), name=name)
     proto = to_proto(exported, None)
-    _remove_added_biases(proto)
-    return proto
+    remove_added_biases(proto)
+    _remove_unread_grid(proto)
+    read = {tensor.name for tensor in proto.graph.input}
+    return TracedImageEncoder(proto, tuple(computed), tuple(
+        {name: array for name, array in zip(inputs, arrays, strict=True) if name in read}
+        for arrays in zip(*inputs.values(), strict=True)))
 
 
-def _remove_added_biases(proto: onnx.ModelProto) -> None:
+def _remove_unread_grid(proto: onnx.ModelProto) -> None:
+    """Remove the input of an image's grid, if only what gives no rows reads it."""
+    producers = {name: node for node in proto.graph.node for name in node.output}
+    waiting, read = [tensor.name for tensor in proto.graph.output], set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name not in read:
+            read.add(name)
+            waiting += producers[name].input if name in producers else ()
+    if GRID in read:
+        return
+    nodes = [node for node in proto.graph.node if not read.isdisjoint(node.output)]
+    inputs = [tensor for tensor in proto.graph.input if tensor.name != GRID]
+    del proto.graph.node[:], proto.graph.input[:]
+    proto.graph.node.extend(nodes)
+    proto.graph.input.extend(inputs)
+
+
+def remove_added_biases(proto: onnx.ModelProto) -> None:
     """Remove the bias of convolutions that have none.
 
     The exporter adds zeros, for three dimensions in a shape that ONNX Runtime refuses.
@@ -220,9 +286,12 @@ class _Encoder(torch.nn.Module):
     """Arrays of an image, and computed inputs, to rows."""
 
     def __init__(self, model: Any, names: Sequence[str], computed: Sequence[VisionInput],
-                 unread: Set[str]) -> None:
+                 has_sizes: bool, constants: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.model, self._names, self._unread = model, names, unread
+        self._constants = torch.nn.Module()
+        for index, own in enumerate(constants):
+            self._constants.register_buffer(str(index), own)
+        self.model, self._names, self._has_sizes = model, names, has_sizes
         self._computed = [(own.function, len(own.names)) for own in computed]
 
     def forward(self, *arrays: torch.Tensor) -> Any:
@@ -235,51 +304,83 @@ class _Encoder(torch.nn.Module):
             function, count = next(calls)
             assert function == name
             results = tuple(waiting.pop(0) for _ in range(count))
+            if name == PACK:
+                features = kwargs["image_features"] if "image_features" in kwargs else args[0]
+                return [tile_packing.pack(features, kwargs["image_newline"], results)], None
             return results if count > 1 else results[0]
 
-        if GRID in self._unread:
-            given[GRID] = _OneGrid(given["pixel_values"].shape[0])
-        if SIZES in self._unread:
-            given[SIZES] = _OneSize([tuple(given["pixel_values"].shape[-2:])])
-        with _replaced(self.model, given_instead):
+        if self._has_sizes:
+            given[SIZES] = OneSize([tuple(given["pixel_values"].shape[-2:])])
+        with _replaced(self.model, given_instead, OneImage(self._constants.buffers()),
+                       given["pixel_values"].shape[1]):
             rows = _features(self.model, given)
         return rows if len(rows) > 1 else rows[0]
 
 
-class _OneGrid:
-    """The grid of one image in a trace: only its number of patches is known."""
-
-    def __init__(self, patches: Any) -> None:
-        self._patches = patches
-
-    def prod(self, *axis: int, **named: int) -> _OneGrid:
-        return self
-
-    def __floordiv__(self, number: int) -> _OneGrid:
-        return _OneGrid(self._patches // number if self._patches is not None else None)
-
-    def tolist(self) -> list[Any]:
-        return [self._patches]
-
-
-class _OneSize(list[Any]):
-    """Height and width of one image in a trace."""
+def features_owner(model: Any) -> Any:
+    """Return the outermost module with `get_image_features`; None if absent."""
+    return next((each for each in model.modules() if hasattr(each, "get_image_features")), None)
 
 
 def _features(model: Any, arrays: Mapping[str, Any]) -> list[torch.Tensor]:
     """Run `get_image_features`; return its rows, [num_rows, width], and those of deep layers."""
-    known = inspect.signature(model.get_image_features).parameters
+    owner = features_owner(model)
+    known = inspect.signature(owner.get_image_features).parameters
     unknown = [name for name in arrays if name not in known
                and not _takes(model, name)]
     if unknown:
         raise LlmcError(f"the processor gives {unknown[0]!r}, which the image encoder does not "
                         f"take")
-    output = model.get_image_features(**arrays, return_dict=True)
+    output = owner.get_image_features(**arrays, return_dict=True)
     if getattr(output, "pooler_output", None) is None:
-        raise LlmcError(f"get_image_features gives no pooler_output, which has the rows of the "
-                        f"prompt; {LANGUAGE_MODEL_ONLY}")
+        return [_joined(placed_rows(model, output))]
     deep = getattr(output, "deepstack_features", None) or ()
     return [_joined(each) for each in (output.pooler_output, *deep)]
+
+
+class _Placed(Exception):
+    """Rows that a model is about to put into the prompt."""
+
+
+def placed_rows(model: Any, output: Any) -> Any:
+    """Return what the model makes of the results of `get_image_features` in the prompt.
+
+    Its forward pass runs up to `get_placeholder_mask`, whose argument they are.
+
+    Args:
+        output: the results.
+
+    Raises:
+        LlmcError: the model takes no such results.
+    """
+    def mask(input_ids: Any, inputs_embeds: Any = None, image_features: Any = None,
+             **others: Any) -> None:
+        raise _Placed(image_features)
+
+    width = text_config(model.config).hidden_size
+    device = output.last_hidden_state.device
+    try:
+        with _method(model, "get_placeholder_mask", mask), \
+                _method(model, "get_input_embeddings",
+                        lambda: lambda ids: torch.zeros((*ids.shape, width), device=device)):
+            model.forward(  # an exception would upset a tracer of module calls
+                input_ids=torch.zeros((1, 1), dtype=torch.int64, device=device),
+                mm_encoder_outputs={"image": output}, use_cache=False)
+    except _Placed as placed:
+        if placed.args[0] is not None:
+            return placed.args[0]
+    raise LlmcError(f"get_image_features gives no pooler_output, and get_placeholder_mask takes no "
+                    f"rows of the prompt; {LANGUAGE_MODEL_ONLY}")
+
+
+@contextlib.contextmanager
+def _method(model: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method of one model."""
+    model.__dict__[name] = replacement
+    try:
+        yield
+    finally:
+        del model.__dict__[name]
 
 
 def _takes(model: Any, name: str) -> bool:
@@ -295,19 +396,22 @@ def _joined(features: Any) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _replaced(model: Any, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replace functions of the grid in the modules that define the model.
+def _replaced(model: Any, replacement: Callable[..., Any], mode: OneImage, tiles: Any) -> \
+        Iterator[None]:
+    """Replace functions of the grid in the modules that define the model, and those of `mode`.
+
+    `tiles` is the number of tiles of models that compute it from an image's size.
 
     `replacement` gets the function's name, the function and its arguments. Vision attention gets
     `cu_seqlens` instead of one sequence at a time, as flash attention does.
     """
     thread = threading.get_ident()
-    undo = _replace_splits(thread)
+    undo = list[tuple[Any, str, Any]]()
     modules = {sys.modules[type(each).__module__] for each in model.modules()}
     modules.add(vision_utils)
     for module in modules:
         for name in (*_FUNCTIONS, "get_max_seqlen", "is_flash_attention_requested",
-                     "generate_block_attention_mask"):
+                     "generate_block_attention_mask", "image_size_to_num_patches"):
             original = module.__dict__.get(name)
             if original is None:
                 continue
@@ -319,6 +423,8 @@ def _replaced(model: Any, replacement: Callable[..., Any]) -> Iterator[None]:
                     return _original(*args, **kwargs)
                 if _name == "get_max_seqlen":
                     return 0
+                if _name == "image_size_to_num_patches":
+                    return tiles
                 if _name == "generate_block_attention_mask":  # of one image
                     return None
                 if _name == "is_flash_attention_requested":
@@ -326,56 +432,27 @@ def _replaced(model: Any, replacement: Callable[..., Any]) -> Iterator[None]:
                 return replacement(_name, _original, *args, **kwargs)
 
             setattr(module, name, functools.wraps(original)(own))
+    owner = tile_packing.packer(model)
+    packing = contextlib.nullcontext() if owner is None else _method(
+        owner, PACK, functools.partial(replacement, PACK, getattr(owner, PACK)))
     try:
-        yield
+        with packing, mode:
+            yield
     finally:
         for module, name, original in undo:
             setattr(module, name, original)
 
 
-def _replace_splits(thread: int) -> list[tuple[Any, str, Any]]:
-    """Replace torch's functions that split the rows of images: there is one image.
-
-    Returns:
-        What to undo: owner, name and function.
-    """
-    tensor: Any = torch.Tensor
-    squeezed, as_tensor = tensor.squeeze, torch.as_tensor
-
-    def split(original: Any) -> Any:
-        def own(rows: Any, sizes: Any, *others: Any, **named: Any) -> Any:
-            if threading.get_ident() == thread and isinstance(sizes, list) and len(sizes) == 1:
-                return (rows,)
-            return original(rows, sizes, *others, **named)
-        return own
-
-    def squeeze(rows: Any, *dims: Any, **named: Any) -> Any:
-        axis = dims[0] if dims else named.get("dim")
-        # The exporter removes an axis of dynamic size, too.
-        if threading.get_ident() == thread and isinstance(axis, int) and \
-                not (isinstance(rows.shape[axis], int) and rows.shape[axis] == 1):
-            return rows
-        return squeezed(rows, *dims, **named)
-
-    def to_tensor(data: Any, *others: Any, **named: Any) -> Any:
-        return _OneGrid(None) if isinstance(data, _OneSize) else as_tensor(data, *others, **named)
-
-    undo = [(torch, "split", torch.split), (tensor, "split", tensor.split),
-            (tensor, "squeeze", squeezed), (torch, "as_tensor", as_tensor)]
-    for (owner, name, _), own in zip(undo, (
-            split(torch.split), split(tensor.split), squeeze, to_tensor), strict=True):
-        setattr(owner, name, own)
-    return undo
-
-
 def _visible(*sizes: Any, **named: Any) -> Any:
     """Mask function for transformers: sdpa's, which does not look at the values of a mask."""
-    padding = named.get("attention_mask")
-    if padding is not None:
-        if padding.ndim == 2 and named.get("mask_function") is bidirectional_mask_function:
-            return padding[:, None, None].to(torch.bool)
+    if named.get("attention_mask") is not None:
         named["allow_is_bidirectional_skip"] = False
     return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*sizes, **named)
+
+
+def _visible_unpadded(*sizes: Any, **named: Any) -> Any:
+    """Mask function of encoders whose model makes a mask of padding, and has no padding."""
+    return _visible(*sizes, **{**named, "attention_mask": None})
 
 
 def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,15 +12,16 @@ import torch
 from llmc.artifacts.manifest import PositionGrid
 from llmc.compiler.frontend.bind import Checkpoint, attach_weights
 from llmc.compiler.frontend.image import IMAGE, trace_image
-from llmc.compiler.frontend.parts import AUDIO, build, text_config
-from llmc.compiler.frontend.position_grid import has_positions_by_axis
+from llmc.compiler.frontend.image_masks import ImageMasks, image_masks
+from llmc.compiler.frontend.parts import build
 from llmc.compiler.frontend.raw import RawImageEncoder
 from llmc.compiler.frontend.trace import to_graph
+from llmc.compiler.graph.image_samples import ImageSample
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.options import LANGUAGE_MODEL_ONLY
 from llmc.errors import LlmcError
 from llmc.runtime.multimodal.images import import_pillow
-from llmc.runtime.multimodal.items import PLURALS, MediaItem
+from llmc.runtime.multimodal.items import MediaItem
 from llmc.runtime.multimodal.processor import Processor, ProcessorDescription
 
 # Widths and heights of the images that show which axes of a processor's arrays are dynamic. The
@@ -31,7 +31,7 @@ _SIZES = ((800, 600), (350, 900), (1200, 300), (96, 64))
 
 def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
                  description: ProcessorDescription, names: dict[int, str],
-                 grid: PositionGrid | None) -> RawImageEncoder:
+                 grid: PositionGrid | None, masks: ImageMasks) -> RawImageEncoder:
     """Export the image encoder of a checkpoint.
 
     Args:
@@ -41,44 +41,36 @@ def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
         description: its processor.
         names: names of weights by identity, see `attach_weights`.
         grid: positions of its rows, see `RawImageEncoder`.
+        masks: of the language model.
 
     Raises:
         LlmcError: the encoder cannot be exported, or a tensor is missing or has another shape.
     """
     samples = _samples(Processor(description))
-    proto, computed = trace_image(copy.deepcopy(config), [item.arrays for item in samples],
-                                  [item.num_rows for item in samples])
+    traced = trace_image(copy.deepcopy(config), [item.arrays for item in samples],
+                         [item.num_rows for item in samples])
     with torch.device("meta"):
         model = build(copy.deepcopy(config), IMAGE, False)
     checkpoint = Checkpoint(model, tensors)
-    graph = to_graph(proto, checkpoint.spelled & model.state_dict().keys())
+    graph = to_graph(traced.proto, checkpoint.spelled & model.state_dict().keys())
     attach_weights(graph, model, checkpoint, origin, names)
-    name_sizes(graph, "image")
-    return RawImageEncoder(graph, computed, grid)
+    inputs = tuple(ImageSample.of(arrays, graph.inputs) for arrays in traced.inputs)
+    _name_sizes(graph)
+    return RawImageEncoder(graph, traced.computed, grid, masks.kind, masks.token_id, inputs)
 
 
-def check_language_model(config: Any, description: ProcessorDescription) -> None:
-    """Reject language models that use the rows of images or audio otherwise than as embeddings.
+def check_language_model(config: Any, description: ProcessorDescription) -> ImageMasks:
+    """Determine how a language model reads images besides their rows.
 
     Raises:
         LlmcError: names what is not supported.
     """
-    with torch.device("meta"):
-        model = build(copy.deepcopy(config), AUDIO if description.image is None else IMAGE, False)
-    text = text_config(config)
-    image = description.image
-    names = " and ".join(PLURALS[own] for own in Processor(description).placeholders)
-    overlay = "block_sequence_ids" in inspect.getsource(inspect.getmodule(type(model)) or model)
-    for found, words in (
-            (image is not None and image.prompt.row_token is None, "cross-attention to images"),
-            (image is not None and overlay
-             and getattr(text, "use_bidirectional_attention", False) is not None,
-             "tokens of an image that see each other"),
-            (image is None and has_positions_by_axis(model), "positions by axis"),
-            (getattr(text, "hidden_size_per_layer_input", 0), "per-layer inputs of token ids")):
-        if found:
-            raise LlmcError(f"'{config.model_type}' has {words}, which llmc does not support with "
-                            f"{names}; {LANGUAGE_MODEL_ONLY}")
+    assert description.image is not None
+    row_token = description.image.row_token_id
+    if row_token is None:
+        raise LlmcError(f"'{config.model_type}' has cross-attention to images, which llmc does not "
+                        f"support with images; {LANGUAGE_MODEL_ONLY}")
+    return image_masks(config, row_token)
 
 
 def _samples(processor: Processor) -> Sequence[MediaItem]:
@@ -87,19 +79,14 @@ def _samples(processor: Processor) -> Sequence[MediaItem]:
     return [processor.process_images([image])[0] for image in images]
 
 
-def name_sizes(graph: gs.Graph, kind: str) -> None:
-    """Name the dynamic sizes of inputs and outputs as the manifest does.
-
-    Args:
-        kind: image or audio.
-    """
+def _name_sizes(graph: gs.Graph) -> None:
+    """Name the dynamic sizes of inputs as `ImageEncoderProgram` does; check the outputs'."""
     names: dict[str, str] = {}
     for tensor in graph.inputs:
-        tensor.shape = [names.setdefault(str(size), f"{kind}_{len(names)}")
+        tensor.shape = [names.setdefault(str(size), f"image_{len(names)}")
                         if not isinstance(size, int) else size for size in tensor.shape]
     for tensor in graph.outputs:
         width = tensor.shape[-1]
         if not isinstance(width, int):
-            raise LlmcError(f"the {kind} encoder's output {tensor.name!r} has the width {width}, "
+            raise LlmcError(f"the image encoder's output {tensor.name!r} has the width {width}, "
                             f"which is not constant; use another model")
-        tensor.shape = ["num_embeds", width]

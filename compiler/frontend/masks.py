@@ -86,11 +86,16 @@ def evaluate(function: MaskFunction, max_positions: int | None = None) -> Visibl
     return visible
 
 
+def evaluate_prompt(function: MaskFunction, length: int) -> Visible | None:
+    """Classify a mask function of one prompt's length; None if `Visible` cannot express it."""
+    return _check_rows(function, torch.arange(length - 1), torch.arange(length))
+
+
 def _check_rows(function: MaskFunction, queries: torch.Tensor, keys: torch.Tensor) -> \
         Visible | None:
     """Classify the mask of these queries; None if `Visible` cannot express it."""
     rows = list(queries.split(max(1, _BLOCK // len(keys))))
-    seen = [_seen(function, block, keys) for block in rows]
+    seen = [visible_keys(function, block, keys) for block in rows]
     positions = len(keys) - 1
     if all(bool(block.all()) for block in seen):
         return Visible(False, 0, positions)
@@ -112,7 +117,7 @@ def _check_rows(function: MaskFunction, queries: torch.Tensor, keys: torch.Tenso
     return None
 
 
-def _seen(function: MaskFunction, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def visible_keys(function: MaskFunction, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Return the mask, bool [queries, keys]. It must be equal for all heads."""
     first, other = (function(torch.tensor(0), torch.tensor(head), queries[:, None], keys[None])
                     .expand(len(queries), len(keys)) for head in (0, 1))
@@ -141,6 +146,11 @@ def _parts(value: object) -> Iterator[object]:
         yield from value.__code__.co_consts
     elif isinstance(value, tuple | list):
         yield from value
+
+
+def largest_number(function: MaskFunction) -> int:
+    """The largest number of positions in a mask function."""
+    return max((n for n in _numbers(function, set()) if n <= _POSITIONS), default=0)
 
 
 def _numbers(value: object, known: set[int]) -> Iterator[int]:

@@ -13,9 +13,16 @@ import numpy as np
 import onnx_graphsurgeon as gs
 from tokenizers import Tokenizer
 
-from llmc.artifacts.manifest import DraftChain, DraftKind, FeatureRows, PositionGrid
+from llmc.artifacts.manifest import (
+    Bidirectional,
+    DraftChain,
+    DraftKind,
+    FeatureRows,
+    PositionGrid,
+)
 from llmc.artifacts.vision_input import VisionInput
 from llmc.compiler.frontend.origin import Origin
+from llmc.compiler.graph.image_samples import ImageSample
 from llmc.compiler.graph.weights import Weight
 from llmc.runtime.multimodal.items import Modality
 from llmc.runtime.multimodal.processor import ProcessorDescription
@@ -90,11 +97,17 @@ class RawImageEncoder:
         computed: how inputs are computed from the image's grid.
         grid: positions of its rows by axis, which the language model then takes as
             `POSITION_IDS`; None: it has one position of each token.
+        bidirectional: tokens of the language model that see each other; see `ImageEncoderProgram`.
+        token_id: token id that the language model reads at positions of rows; None: the prompt's.
+        samples: its inputs for images of several sizes.
     """
 
     graph: gs.Graph
     computed: tuple[VisionInput, ...] = ()
     grid: PositionGrid | None = None
+    bidirectional: Bidirectional | None = None
+    token_id: int | None = None
+    samples: tuple[ImageSample, ...] = ()
 
 
 @dataclass(frozen=True)

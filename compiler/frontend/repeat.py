@@ -60,7 +60,8 @@ class LayerPlan:
     cut: bool = False
 
 
-def _find_layers(model: Any, part: Part, count: int) -> tuple[str, torch.nn.ModuleList]:
+def find_layers(model: Any, part: Part, count: int) -> tuple[str, torch.nn.ModuleList]:
+    """The name of a model's list of `count` layers, and the list."""
     prefix = text_prefix(model) if part is CAUSAL_LM else ""
     if part in (ENCODER, DECODER):
         inner = model.get_encoder() if part is ENCODER else model.get_decoder()
@@ -105,7 +106,7 @@ def plan_layers(config: Any, part: Part, model: torch.nn.Module, trust_remote_co
     if key is None or getattr(text, key) < 1:
         raise CannotRepeat(f"the config has no {' or '.join(part.layers)}")
     count = getattr(text, key)
-    name, layers = _find_layers(model, part, count)
+    name, layers = find_layers(model, part, count)
     signatures = [_signature(layer) for layer in layers]
     kinds = list(dict.fromkeys(signatures))
     group = [kinds.index(signature) for signature in signatures]
@@ -117,7 +118,7 @@ def plan_layers(config: Any, part: Part, model: torch.nn.Module, trust_remote_co
         try:
             with torch.device("meta"):
                 fewer = build(short, part, trust_remote_code)
-                inside, few = _find_layers(fewer, part, len(picked))
+                inside, few = find_layers(fewer, part, len(picked))
         except (CannotRepeat, LlmcError):  # such as a list with indices of removed layers
             continue
         if [_signature(layer) for layer in few] == [signatures[i] for i in picked] \

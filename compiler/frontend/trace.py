@@ -210,7 +210,7 @@ def _export_module(
     _freeze_rotary(model)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     replaced: dict[int, torch.nn.Parameter] = {}
-    with fake, _one_sequence_per_row(), _decomposed_sdpa(), states_as_nodes(model):
+    with fake, one_sequence_per_row(), _decomposed_sdpa(), states_as_nodes(model):
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -220,6 +220,8 @@ def _export_module(
                     module._parameters[name] = replaced[id(parameter)]
         wrapped, inputs, outputs = wrap()
         dims = {name: torch.export.Dim(name) for name in ("batch", "seq", "mem_seq")}
+        if longest and longest > 5 and "input_ids" in inputs:  # otherwise tables export twice
+            dims["seq"] = torch.export.Dim("seq", max=longest)
         exported = export_onnx(
             wrapped.eval(), {name: value for name, (value, _) in inputs.items()},
             [{0: dims["batch"], 1: dims[length]} for _, length in inputs.values()], outputs,
@@ -546,7 +548,7 @@ def _of_short_sequences(forward: Callable[..., Any], *args: Any, **others: Any) 
 
 
 @contextlib.contextmanager
-def _one_sequence_per_row() -> Iterator[None]:
+def one_sequence_per_row() -> Iterator[None]:
     """Disable transformers' detection of packed sequences and left padding in masks.
 
     Masks would depend on position_ids. llmc packs sequences in the attention node instead.

@@ -5,3 +5,4 @@ ENCODER_OUTPUT = "encoder_output"
 # Positions of tokens, of models that have several by axis: frame, row and column.
 POSITION_IDS = ("position_ids", "position_ids_1", "position_ids_2")
 SCALED = ".scaled"  # suffix of a tensor that calibration divides by channel scales
+PIXEL_VALUES = "pixel_values"  # of images, as processors name them

@@ -20,7 +20,7 @@ from onnx_graphsurgeon.exporters.onnx_exporter import OnnxExporter
 
 from llmc import plugins
 from llmc.artifacts.manifest import HIDDEN, INPUT_FEATURES
-from llmc.compiler.graph.names import ENCODER_OUTPUT, POSITION_IDS
+from llmc.compiler.graph.names import ENCODER_OUTPUT, PIXEL_VALUES, POSITION_IDS
 from llmc.compiler.graph.rewrite import (
     CannotEvaluate,
     NoMatch,
@@ -49,8 +49,9 @@ ROTARY = LAYOUT | {"Mul", "Add", "Sub", "Neg", "Div", "RotaryEmbedding", "Scatte
 
 def data_tensors(graph: gs.Graph,
                  sources: Sequence[str] = ("input_ids", INPUT_FEATURES, "token_type_ids",
-                                           ENCODER_OUTPUT, HIDDEN)) -> set[int]:
-    """Ids of tensors that depend on token values, not only on lengths and positions."""
+                                           ENCODER_OUTPUT, HIDDEN, PIXEL_VALUES)) -> set[int]:
+    """Ids of tensors that depend on values of tokens or pixels, not only on sizes and positions.
+    """
     data = {id(tensor) for tensor in graph.inputs if tensor.name in sources}
     for node in graph.nodes:
         if node.op in ("Shape", "Size"):

@@ -17,6 +17,7 @@ import onnx_graphsurgeon as gs
 from llmc import plugins
 from llmc.compiler.graph.embeds import DEEP_EMBEDS, TOKEN_EMBEDS
 from llmc.compiler.graph.expert_products import EXPERTS_DOWN, EXPERTS_UP
+from llmc.compiler.graph.image_samples import ImageSample
 from llmc.compiler.graph.notes import Context, CountedNote, PassNote
 from llmc.compiler.graph.recurrence import CONVOLUTION, RECURRENCE
 from llmc.compiler.graph.sdpa import MODEL_CACHE, SDPA
@@ -60,6 +61,7 @@ class Settings:
         columns_together: consecutive columns of a weight that stay on one rank; 0: the group size
             of its scheme.
         options: of `llmc compile`.
+        image_samples: inputs of the image encoder, for passes over it.
     """
 
     max_seq_len: int
@@ -69,6 +71,7 @@ class Settings:
     columns_together: int = 0
     causal: bool = True
     options: CompileOptions = field(default_factory=CompileOptions)
+    image_samples: tuple[ImageSample, ...] = ()
 
     @property
     def target(self) -> TargetSpec:

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from llmc.plugins import Op
 
+# Values of `bidirectional`: whether the sliding window hides tokens of the query's range, too.
+WINDOWED, WHOLE = "windowed", "whole"
+
 SDPA = Op(
     name="Sdpa",
     version=1,
     # each [batch, heads, seq, head_dim]; bias is added to the scores; sinks [heads]
+    # bidirectional: tokens of a range, such as an image, see each other; "": they do not
     inputs=("query", "key", "value", "bias?", "sinks?"),
     outputs=("out",),
-    fields={"scale": 1.0, "window": 0, "chunk": 0, "softcap": 0.0, "causal": 1, "layer": -1},
+    fields={"scale": 1.0, "window": 0, "chunk": 0, "softcap": 0.0, "causal": 1, "layer": -1,
+            "bidirectional": ""},
     shapes=lambda shapes, fields: [(*shapes["query"][:-1], shapes["value"][-1])],
     body=None,
 )

@@ -68,9 +68,9 @@ def name_media_weights(graphs: Sequence[gs.Graph], encoder: gs.Graph, kind: str)
         kind: image or audio.
     """
     known = {name for graph in graphs for name in _weights(graph)}
-    for name, tensor in _weights(encoder).items():
-        if name in known:
-            tensor.name = f"{kind}.{name}"
+    for tensor in _weights(encoder).values():
+        while tensor.name in known:
+            tensor.name = f"{kind}.{tensor.name}"
 
 
 def _weights(graph: gs.Graph) -> dict[str, gs.Constant]:

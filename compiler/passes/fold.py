@@ -400,11 +400,12 @@ def _dimensions(node: gs.Node) -> list[int | str]:
 
 
 def _rewrite_shape(graph: gs.Graph, node: gs.Node, settings: Settings) -> None:
-    dims = _dimensions(node)
-    name = node.outputs[0].name
+    dims, result = _dimensions(node), node.outputs[0]
+    name = result.name
     if all(isinstance(dim, int) for dim in dims):
         node.inputs.clear()
-        node.outputs[0].to_constant(np.array(dims, dtype=np.int64))
+        node.outputs.clear()
+        result.to_constant(np.array(dims, dtype=np.int64))
         return
     parts: list[gs.Tensor] = []
     for index, dim in enumerate(dims):
@@ -417,7 +418,6 @@ def _rewrite_shape(graph: gs.Graph, node: gs.Node, settings: Settings) -> None:
         graph.nodes.append(gs.Node(op="Shape", name=part.name, inputs=[source], outputs=[part],
                                    attrs={"start": axis, "end": axis + 1}))
         parts.append(part)
-    result = node.outputs[0]
     node.outputs.clear()
     graph.nodes.append(gs.Node(op="Concat", name=name, attrs={"axis": 0}, inputs=parts,
                                outputs=[result]))

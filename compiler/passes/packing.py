@@ -15,6 +15,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.artifacts.manifest import (
+    BIDIRECTIONAL_RANGES,
     EMBED_IDS,
     HIDDEN,
     INPUT_FEATURES,
@@ -71,7 +72,8 @@ def pack(graph: gs.Graph, settings: Settings, report: Report) -> None:
     for tensor in graph.inputs:
         if tensor.name in (*POSITION_IDS, "input_ids", "token_type_ids", EMBED_IDS):
             tensor.shape = ("num_tokens",)
-        elif tensor.name in (ENCODER_OUTPUT, HIDDEN, INPUT_FEATURES, ROTARY_POSITIONS):
+        elif tensor.name in (ENCODER_OUTPUT, HIDDEN, INPUT_FEATURES, ROTARY_POSITIONS,
+                             BIDIRECTIONAL_RANGES):
             tensor.shape = ("num_tokens", tensor.shape[-1])
 
 

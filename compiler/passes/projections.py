@@ -73,10 +73,10 @@ def _check(graph: gs.Graph, node: gs.Node) -> _Merged | NoMatch | None:
     if isinstance(anchor, NoMatch):
         return anchor
     parts = [part for gemm in gemms if isinstance(part := _part(graph, gemm), _Part)
-             and _form(part) == _form(anchor)]
+             and form_of(part.gemm) == form_of(anchor.gemm)]
     if len(parts) < 2:
         return NoMatch("no other linear layer of its x can be merged with it", node)
-    return _Merged(tuple(sorted(parts, key=lambda part: -_width(part))))
+    return _Merged(tuple(sorted(parts, key=lambda part: -width_of(part.gemm))))
 
 
 def _part(graph: gs.Graph, gemm: gs.Node) -> _Part | NoMatch | None:
@@ -113,36 +113,26 @@ def _choices(user: gs.Node, role: Columns) -> Sequence[int | str]:
     return op.choices[role.activation]
 
 
-def _form(part: _Part) -> tuple[object, ...]:
+def form_of(gemm: gs.Node) -> tuple[object, ...]:
     """The weight's storage format, () if not quantized; merged layers have the same."""
-    stored = values_of(operands(part.gemm)["weight"]).stored
+    stored = values_of(operands(gemm)["weight"]).stored
     return () if stored is None else (
         stored.dtype, stored.group_size, stored.zeros is None, stored.minima is None,
         None if stored.order is None else stored.order.tobytes(), stored.activation_dtype,
         stored.rounds_groups)
 
 
-def _width(part: _Part) -> int:
-    return int(values_of(operands(part.gemm)["weight"]).shape[0])
+def width_of(gemm: gs.Node) -> int:
+    """The number of outputs of a linear layer."""
+    return int(values_of(operands(gemm)["weight"]).shape[0])
 
 
 def _rewrite(graph: gs.Graph, match: _Merged, settings: Settings) -> None:
     parts, gemms = match.parts, [part.gemm for part in match.parts]
-    x = gemms[0].inputs[0]
-    widths = [_width(part) for part in parts]
-    padding = 0 if _form(parts[0]) else -sum(widths) % _VECTOR
-    merged = gs.Variable(f"{x.name}.projections", x.dtype, [*x.shape[:-1], sum(widths) + padding])
-    matrices = [values_of(operands(gemm)["weight"]) for gemm in gemms]
-    if padding:
-        matrices.append(Weight.of(np.zeros((padding, matrices[0].shape[1]), np.float32)))
-    weight = merge_constants(gemms, "weight", Weight.concat(matrices), "projections", merged)
-    biases = [None if part.moves_bias else operand(part.gemm, "bias") for part in parts]
-    bias = None
-    if any(biases):
-        vectors = [np.zeros(width, np.float32) if own is None else values_of(own).load()
-                   for own, width in zip(biases, widths, strict=True)]
-        bias = gs.Constant(f"{weight.name}.bias", Weight.of(
-            np.concatenate([*vectors, np.zeros(padding)]).astype(np.float32)))
+    widths = [width_of(gemm) for gemm in gemms]
+    padding = 0 if form_of(gemms[0]) else -sum(widths) % _VECTOR
+    merged = merge(graph, gemms, [None if part.moves_bias else operand(part.gemm, "bias")
+                                  for part in parts], padding)
     first = 0
     for part, width in zip(parts, widths, strict=True):
         result = part.gemm.outputs[0]
@@ -161,4 +151,29 @@ def _rewrite(graph: gs.Graph, match: _Merged, settings: Settings) -> None:
         part.gemm.outputs.clear()
         graph.nodes.append(selected(merged, np.arange(first, first + width), columns))
         first += width
+
+
+def merge(graph: gs.Graph, gemms: Sequence[gs.Node], biases: Sequence[gs.Tensor | None],
+          padding: int = 0) -> gs.Variable:
+    """Add the linear layer of the weights of layers, one below the other, and return its output.
+
+    Args:
+        graph: the graph.
+        gemms: layers of one x, which the caller removes.
+        biases: of each.
+        padding: number of further rows of zeros.
+    """
+    x, widths = gemms[0].inputs[0], [width_of(gemm) for gemm in gemms]
+    merged = gs.Variable(f"{x.name}.projections", x.dtype, [*x.shape[:-1], sum(widths) + padding])
+    matrices = [values_of(operands(gemm)["weight"]) for gemm in gemms]
+    if padding:
+        matrices.append(Weight.of(np.zeros((padding, matrices[0].shape[1]), np.float32)))
+    weight = merge_constants(gemms, "weight", Weight.concat(matrices), "projections", merged)
+    bias = None
+    if any(biases):
+        vectors = [np.zeros(width, np.float32) if own is None else values_of(own).load()
+                   for own, width in zip(biases, widths, strict=True)]
+        bias = gs.Constant(f"{weight.name}.bias", Weight.of(
+            np.concatenate([*vectors, np.zeros(padding)]).astype(np.float32)))
     replace(graph, GEMM, {"x": x, "weight": weight, "bias": bias}, [merged])
+    return merged

@@ -13,7 +13,7 @@ from typing import Protocol, cast
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.manifest import Chip, FileEntry, PositionGrid, Target
+from llmc.artifacts.manifest import Bidirectional, Chip, FileEntry, PositionGrid, Target
 from llmc.artifacts.vision_input import VisionInput
 from llmc.compiler.options import CompileOptions
 from llmc.targets import target_spec
@@ -36,11 +36,21 @@ class Draft:
 
 @dataclass(frozen=True)
 class ImageEncoder:
-    """The image encoder of rank 0; see `RawImageEncoder`."""
+    """The image encoder of rank 0; see `RawImageEncoder`.
+
+    With `device`, `graph` computes its inputs on the host; see `ImageParts`.
+    """
 
     graph: gs.Graph
     computed: tuple[VisionInput, ...]
     grid: PositionGrid | None
+    bidirectional: Bidirectional | None
+    token_id: int | None
+    device: gs.Graph | None = None
+
+    @property
+    def graphs(self) -> list[gs.Graph]:
+        return [self.graph, *([] if self.device is None else [self.device])]
 
 
 class Backend(Protocol):

@@ -112,7 +112,8 @@ def write_image(image: ImageEncoder, places: dict[str, Placed], directory: Path)
         directory: of the chip.
     """
     steps, files = _write_steps(image.graph, places, directory, CPU.image_file, "image")
-    return describe_image(image.graph, steps, image.computed, image.grid), files
+    return describe_image(image.graph, steps, image.computed, image.grid,
+                          image.bidirectional, image.token_id), files
 
 
 def write_audio(audio: gs.Graph, places: dict[str, Placed], directory: Path) -> \

@@ -6,8 +6,9 @@ per computed row of logits), so that one memory plan serves all limits of the en
 has a separate program, `encoder.json`. Its outputs are scattered, as soon as they are computed, to
 the encoder-output buffer (kind `memory`) that both programs name. A draft model has a separate
 program, too, `draft.json`, or one for each of its layers, `draft_1.json` and so on, and a separate
-arena: it reads the features that the model leaves in its arena. An image encoder is `image.onnx`,
-which ONNX Runtime runs on the host, as of target cpu.
+arena: it reads the features that the model leaves in its arena. An image encoder is a program,
+`image.json`, whose inputs `image.onnx` computes on the host; or if it cannot be divided so,
+`image.onnx` alone, as of target cpu.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from llmc.artifacts.manifest import (
     FileEntry,
     GraphStep,
     Target,
+    TensorInfo,
 )
 from llmc.artifacts.program import (
     ELEMENTWISE,
@@ -75,6 +77,7 @@ from llmc.targets import CUDA
 # Program of the engine, and graph for ONNX Runtime.
 _FILES = {"model": (CUDA.engine_file, "graph.onnx"), "encoder": (CUDA.encoder_file, "encoder.onnx"),
           "draft": (CUDA.draft_file, "draft.onnx")}
+_IMAGE_PROGRAM = "image.json"
 _ALIGNMENT = 16
 _RESULTS = ("logits", POOLED)
 _FEW_ROWS = ("num_logits", "batch")  # rows of values in the arena of logits
@@ -105,7 +108,7 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
     table = {} if draft is None or draft.token_ids is None else \
         {DRAFT_TOKEN_IDS: Weight.of(draft.token_ids)}
     places, weights = write_weights(
-        [*graphs.values(), *([] if image is None else [image.graph]),
+        [*graphs.values(), *([] if image is None else image.graphs),
          *([] if audio is None else [audio])], directory / WEIGHTS_NAME, table)
     files = [weights]
     steps: dict[str, tuple[GraphStep, ...]] = {}
@@ -125,6 +128,16 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
     if image is not None:
         program, more = cpu.write_image(image, places, directory)
         files += more
+        if image.device is not None:
+            written = directory / _IMAGE_PROGRAM
+            text = program_of(image.device, dtype, of_image=True).model_dump_json(
+                indent=1, exclude_defaults=True) + "\n"
+            written.write_text(text, encoding="utf-8")
+            files.append(file_entry(written))
+            program = program.model_copy(update={
+                "steps": (*program.steps, graph_step(f"{name}/{written.name}", image.device)),
+                "outputs": tuple(TensorInfo(name=own.name, dtype="float32", shape=(
+                    "num_embeds", own.shape[-1])) for own in image.device.outputs)})
         chip = chip.model_copy(update={"image": program})
     if audio is not None:
         encoder_of_audio, more = cpu.write_audio(audio, places, directory)
@@ -133,8 +146,13 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
     return chip, files
 
 
-def program_of(graph: gs.Graph, dtype: str) -> Program:
+def program_of(graph: gs.Graph, dtype: str, of_image: bool = False) -> Program:
     """Convert a graph to a program: tensors with offsets, and ops in order.
+
+    Args:
+        graph: the graph.
+        dtype: of values.
+        of_image: whether it is an image encoder's, whose outputs the host reads.
 
     Raises:
         LlmcError: see `emit`.
@@ -147,7 +165,8 @@ def program_of(graph: gs.Graph, dtype: str) -> Program:
     # Caches are updated in place: a layer's present cache is the past cache.
     in_place = {id(present): past for node in graph.nodes for past, present in caches(node)}
     outputs = [tensor for tensor in graph.outputs if id(tensor) not in kept]
-    memory = outputs if all(t.name not in _RESULTS for t in outputs) else []  # encoder outputs
+    # Encoder outputs.
+    memory = outputs if not of_image and all(t.name not in _RESULTS for t in outputs) else []
     given = [tensor for tensor in graph.inputs if tensor.name == HIDDEN]  # by the engine, a value
     numbers: dict[int, int] = {}
     tensors: list[ProgramTensor] = []
@@ -196,7 +215,8 @@ def program_of(graph: gs.Graph, dtype: str) -> Program:
                     logits=next((named[name] for name in _RESULTS if name in named), -1),
                     features=-1 if of_draft else named.get(HIDDEN, -1),
                     hidden=named.get(HIDDEN, -1) if of_draft else -1,
-                    hidden_out=named.get(HIDDEN_OUT, -1))
+                    hidden_out=named.get(HIDDEN_OUT, -1),
+                    outputs=tuple(map(number, outputs)) if of_image else ())
 
 
 def _columns(graph: gs.Graph, dtypes: Mapping[int, str]) -> dict[int, tuple[gs.Tensor, int]]:
@@ -265,7 +285,7 @@ def _describe(tensor: gs.Tensor, kept: Literal["cache", "state"] | None, offsets
     if is_input and shape[0] == "num_memory_tokens":
         return _describe_memory(tensor, dtype)
     if is_input:
-        is_rows = tensor.name in (EMBEDS, INPUT_FEATURES) or \
+        is_rows = tensor.name in (EMBEDS, INPUT_FEATURES, "patches", "position_rows") or \
             tensor.name.startswith(DEEP_EMBEDS_PREFIX)
         return ProgramTensor(name=tensor.name, kind="input", shape=shape,
                              dtype=_name(numpy_dtype(dtype) if is_rows else tensor.dtype))

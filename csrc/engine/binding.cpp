@@ -49,9 +49,9 @@ HostArray<T> records(const Array<uint8_t>& bytes) {
       Array<int64_t> scored_targets, Array<int32_t> scored_counts, Array<int64_t> next_tokens,    \
       int propose, Array<int32_t> unread, Array<int32_t> lora_ids, Array<int64_t> token_type_ids, \
       Array<float> embeds, Array<int32_t> embed_ids, Array<float> deep_embeds,                    \
-      Array<int32_t> rotary_positions, Array<int32_t> admit_slots, Array<uint8_t> admit_states,   \
-      Array<int32_t> admit_prompts, Array<int32_t> admit_lengths, Array<int32_t> admit_tokens,    \
-      Array<int32_t> admit_lists
+      Array<int32_t> rotary_positions, Array<int32_t> bidirectional_ranges,                       \
+      Array<int32_t> admit_slots, Array<uint8_t> admit_states, Array<int32_t> admit_prompts,      \
+      Array<int32_t> admit_lengths, Array<int32_t> admit_tokens, Array<int32_t> admit_lists
 #define LLMC_STEP_INPUTS                                                                          \
   StepInputs {                                                                                    \
     host(token_ids), host(cu_seqlens), host(past_lens), host(block_tables), host(slots),          \
@@ -60,7 +60,7 @@ HostArray<T> records(const Array<uint8_t>& bytes) {
         host(masks), host(state_slots), host(commit_lens), host(state_copies), host(scored_rows), \
         host(scored_targets), host(scored_counts), host(next_tokens), propose, host(unread),      \
         host(lora_ids), host(token_type_ids), host(embeds), host(embed_ids), host(deep_embeds),   \
-        host(rotary_positions), {                                                                 \
+        host(rotary_positions), host(bidirectional_ranges), {                                     \
       host(admit_slots), records<kernels::SlotState>(admit_states), host(admit_prompts),          \
           host(admit_lengths), host(admit_tokens), host(admit_lists)                              \
     }                                                                                             \
@@ -102,6 +102,10 @@ void bind_program(nb::module_& m) {
       .def("add_memory", &Program::add_memory)
       .def("add_embeds", &Program::add_embeds)
       .def("add_features", &Program::add_features)
+      .def("add_array",
+           [](Program& self, const std::string& name, const std::string& dtype,
+              const Shape& shape) { return self.add_array(name, dtype_of(dtype), shape); })
+      .def("set_outputs", &Program::set_outputs)
       .def("add_adapters",
            [](Program& self, const std::string& dtype, const Shape& shape) {
              return self.add_adapters(dtype_of(dtype), shape);
@@ -307,6 +311,14 @@ void bind_engine(nb::module_& m) {
              nb::gil_scoped_release release;
              self.encode({host(input_ids), host(features), host(position_ids), host(cu_seqlens),
                           host(memory_rows)});
+           })
+      .def("encode_image",
+           [](Engine& self, const std::vector<Array<uint8_t>>& arrays, int num_tokens, int num_rows,
+              int batch) {
+             std::vector<HostArray<uint8_t>> given;
+             for (const Array<uint8_t>& array : arrays) given.push_back(host(array));
+             nb::gil_scoped_release release;
+             self.encode_image(given, num_tokens, num_rows, batch);
            })
       .def("watch", &Engine::watch)
       .def("read_watched",

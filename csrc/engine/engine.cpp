@@ -14,6 +14,9 @@ namespace llmc {
 namespace {
 
 constexpr int64_t kPinned = 64 << 20;
+// Bytes that the device's copy of a step's inputs grows beyond what the step needs, at most. Rows
+// of images take many, and their memory is not reserved.
+constexpr int64_t kMostSpare = 16 << 20;
 // Positions after a sequence's last that cuDNN may read.
 constexpr int kTailPositions = 256;
 // Collectives over peer memory after which epochs, of 32 bits, begin again.
@@ -87,6 +90,7 @@ Engine::Engine(Program program, int device, const std::string& attention_backend
   if (!program_.nodes(Part::kDraft).empty()) make_drafter();
   if (program_.limits().prompt_lookup)
     lookup_ = std::make_unique<PromptLookup>(program_.limits(), memory_, stream_.handle);
+  if (!program_.outputs().empty()) watch(program_.outputs());
   synchronize();
 }
 
@@ -152,6 +156,7 @@ void Engine::place_tensors() {
   input(inputs_.features, kFeatures);
   input(inputs_.embed_ids, kEmbedIds);
   input(inputs_.rotary_positions, kRotaryPositions);
+  input(inputs_.ranges, kBidirectionalRanges);
   for (int i = 0; i < limits.num_deep_embeds; ++i)
     input(inputs_.deep_embeds.emplace_back(), (kDeepEmbeds + std::to_string(i)).c_str());
 }
@@ -320,6 +325,7 @@ void Engine::enqueue(const Pass& pass, const Step& step) {
   context.adapters = step.adapters;
   context.embeds = step.embeds;
   context.deep_embeds = step.deep_embeds;
+  context.ranges = step.ranges;
   if (lora_plan_ != nullptr) lora_plan_->begin_step();
   context.lora_plan = lora_plan_.get();
   context.watcher = watcher_;
@@ -343,7 +349,20 @@ void Engine::enqueue(const Pass& pass, const Step& step) {
     for (int tensor : node.outputs) outputs.push_back(resolve(tensor, step));
     return outputs;
   };
+  auto watch = [&](int tensor, const Tensor& value) {
+    const auto found = watched_.find(tensor);
+    if (found != watched_.end()) found->second = download(value, stream_.handle);
+  };
   const std::vector<Node>& nodes = program_.nodes(pass.part);
+  // The node that reads a tensor next, if it follows node n at once or after nodes that pass the
+  // tensor on; `tensor` is then its number for that node.
+  auto next_reader = [&](size_t n, int& tensor, void* data) {
+    for (++n;
+         n < nodes.size() && nodes[n].plugin->passes_on(context) && nodes[n].inputs[0] == tensor;
+         ++n)
+      tensor = nodes[n].outputs[0], moved[tensor] = data;
+    return n < nodes.size() ? &nodes[n] : nullptr;
+  };
   bool normed = false;  // whether the node before has computed the norm with which a node begins
   for (size_t n = 0; n < nodes.size(); ++n) {
     const Node& node = nodes[n];
@@ -351,6 +370,7 @@ void Engine::enqueue(const Pass& pass, const Step& step) {
     const std::vector<Tensor> inputs = inputs_of(node);
     if (node.plugin->passes_on(context)) {
       moved[node.outputs[0]] = inputs[0].data;
+      watch(node.outputs[0], inputs[0]);
       continue;
     }
     const std::vector<Tensor> outputs = outputs_of(node);
@@ -358,28 +378,27 @@ void Engine::enqueue(const Pass& pass, const Step& step) {
       node.plugin->enqueue_normed(inputs, outputs, scratch_, context);
       normed = false;
     } else {
-      if (peers_ != nullptr && node.op == "AllReduce" && n + 1 < nodes.size()) {
-        const Node& next = nodes[n + 1];
-        normed = of_logits(node) == of_logits(next) &&
-                 reduce_and_norm(node, inputs[0], outputs[0], next, inputs_of(next),
-                                 outputs_of(next), context);
+      if (peers_ != nullptr && node.op == "AllReduce") {
+        int reduced = node.outputs[0];
+        const Node* next = next_reader(n, reduced, outputs[0].data);
+        normed = next != nullptr && of_logits(node) == of_logits(*next) &&
+                 reduce_and_norm(reduced, inputs[0], outputs[0], *next, inputs_of(*next),
+                                 outputs_of(*next), context);
       }
       if (!normed) node.plugin->enqueue(inputs, outputs, scratch_, context);
     }
-    for (size_t i = 0; i < outputs.size() && !watched_.empty(); ++i) {
-      const auto found = watched_.find(node.outputs[i]);
-      if (found != watched_.end()) found->second = download(outputs[i], stream_.handle);
-    }
+    for (size_t i = 0; i < outputs.size() && !watched_.empty(); ++i)
+      watch(node.outputs[i], outputs[i]);
   }
   if (pass.then) pass.then(step);
 }
 
-// Enqueues an all-reduce together with the norm with which the next node begins; false if they are
-// separate kernels.
-bool Engine::reduce_and_norm(const Node& reduce, const Tensor& x, const Tensor& y, const Node& next,
+// Enqueues an all-reduce, whose result is tensor `reduced` of the next node, together with the norm
+// with which that begins; false if they are separate kernels.
+bool Engine::reduce_and_norm(int reduced, const Tensor& x, const Tensor& y, const Node& next,
                              const std::vector<Tensor>& inputs, const std::vector<Tensor>& outputs,
                              const Context& context) const {
-  const auto reads = std::find(next.inputs.begin(), next.inputs.end(), reduce.outputs[0]);
+  const auto reads = std::find(next.inputs.begin(), next.inputs.end(), reduced);
   if (reads == next.inputs.end()) return false;
   const std::optional<FirstNorm> norm =
       next.plugin->first_norm(reads - next.inputs.begin(), inputs, outputs, scratch_, context);
@@ -460,6 +479,38 @@ void Engine::encode(const EncoderInputs& inputs) {
   enqueue(encoder_, step);
 }
 
+void Engine::encode_image(const std::vector<HostArray<uint8_t>>& arrays, int num_tokens,
+                          int num_rows, int batch) {
+  if (program_.outputs().empty()) throw Error("the program is not that of an image encoder");
+  check_size("the inputs of an image encoder", static_cast<int64_t>(arrays.size()),
+             static_cast<int64_t>(program_.arrays().size()));
+  const Limits& limits = program_.limits();
+  if (num_tokens < 1 || num_tokens > limits.max_tokens || num_rows < 1 ||
+      num_rows > limits.max_logits || batch < 1 || batch > limits.max_batch)
+    throw Error("an image of " + std::to_string(num_tokens) + " patches, " +
+                std::to_string(num_rows) + " rows and " + std::to_string(batch) +
+                " segments exceeds the engine's limits of " + std::to_string(limits.max_tokens) +
+                ", " + std::to_string(limits.max_logits) + " and " +
+                std::to_string(limits.max_batch));
+  Step step{num_tokens, num_rows, batch};
+  step.longest = step.reach = num_tokens;
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    const int number = program_.arrays()[i];
+    const Declared& array = program_.tensor(number);
+    const Tensor resolved = resolve(number, step);
+    check_size(array.name.c_str(), arrays[i].size, resolved.size() * width(resolved.dtype));
+    if (array.dtype == DType::kInt32)
+      check_segments({reinterpret_cast<const int32_t*>(arrays[i].data), batch + 1}, num_tokens);
+    if (array.dtype == DType::kInt64)
+      check_merged_rows({reinterpret_cast<const int64_t*>(arrays[i].data), num_rows}, num_tokens);
+  }
+  use_device();
+  for (size_t i = 0; i < arrays.size(); ++i)
+    upload(places_[program_.arrays()[i]], arrays[i].data, arrays[i].size, stream_.handle);
+  enqueue(model_, step);
+  synchronize();
+}
+
 Engine::Ticket& Engine::next_ticket() {
   Ticket& ticket = tickets_[submitted_ % kMaxInFlight];
   if (ticket.number.load() >= 0)
@@ -536,7 +587,7 @@ Engine::Sent Engine::pack(StagingBuffer& into, const StepInputs& inputs, const P
 const char* Engine::send(const StagingBuffer& sent) {
   if (sent.bytes() > received_room_) {
     synchronize();
-    received_room_ = 2 * sent.bytes();
+    received_room_ = sent.bytes() + std::min(sent.bytes(), kMostSpare);
     received_ = std::make_unique<DeviceBuffer>(received_room_, "inputs");
   }
   check(kernels::transfer(received_->data, sent.data(), sent.bytes(), stream_.handle),
@@ -693,6 +744,8 @@ int64_t Engine::submit(const StepInputs& inputs) {
     const int64_t embeds = packed.add(inputs.embeds.data, inputs.embeds.size);
     const int64_t deep_embeds = packed.add(inputs.deep_embeds.data, inputs.deep_embeds.size);
     const int64_t embed_ids = packed.add(inputs.embed_ids.data, inputs.embed_ids.size);
+    const int64_t ranges =
+        packed.add(inputs.bidirectional_ranges.data, inputs.bidirectional_ranges.size);
     const int64_t scores[] = {packed.add(scored),
                               packed.add(inputs.scored_targets.data, inputs.scored_targets.size),
                               packed.add(inputs.scored_counts.data, inputs.scored_counts.size)};
@@ -726,9 +779,14 @@ int64_t Engine::submit(const StepInputs& inputs) {
     if (step.embeds)
       take_embeds(inputs, at<int32_t>(received, embed_ids), at<float>(received, embeds),
                   at<float>(received, deep_embeds));
+    if (step.ranges)
+      check(kernels::transfer(inputs_.ranges, received + ranges,
+                              inputs.bidirectional_ranges.bytes(), stream_.handle),
+            "copying bidirectional ranges");
     run(model_, step);
     if (adapters) check(cudaEventRecord(adapters_used_.handle, stream_.handle), "an event");
-    step.adapters = step.embeds = step.deep_embeds = false;  // a draft model takes none
+    step.adapters = step.embeds = step.deep_embeds = step.ranges =
+        false;  // a draft model takes none
     ticket.results = {};
     if (program_.pools()) {
       if (inputs.sample.size > 0) pool(ticket, step);

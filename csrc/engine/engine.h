@@ -92,6 +92,10 @@ class Engine {
 
   // Enqueues the encoder for prompts: see EncoderInputs.
   void encode(const EncoderInputs& inputs);
+  // Runs an image encoder, and waits for it; read_watched() then returns its outputs.
+  // `arrays` are in the order of Program::arrays().
+  void encode_image(const std::vector<HostArray<uint8_t>>& arrays, int num_tokens, int num_rows,
+                    int batch);
 
   // From now on, keeps the content of these values right after the node that produces them. The
   // host synchronizes at each of them. Empty: keeps nothing.
@@ -125,7 +129,7 @@ class Engine {
   struct Inputs {
     int64_t *input_ids, *position_ids, *logits_indices, *memory_rows, *token_type_ids;
     int32_t *cu_seqlens, *past_lens, *block_table, *state_slots, *commit_lens, *memory_starts,
-        *memory_lens, *lora_ids, *lora_logits_ids, *embed_ids, *rotary_positions;
+        *memory_lens, *lora_ids, *lora_logits_ids, *embed_ids, *rotary_positions, *ranges;
     char *embeds, *features;
     std::vector<char*> deep_embeds;
   };
@@ -170,7 +174,7 @@ class Engine {
   void reserve_scratch();
   Tensor resolve(int tensor, const Step& step) const;
   void enqueue(const Pass& pass, const Step& step);
-  bool reduce_and_norm(const Node& reduce, const Tensor& x, const Tensor& y, const Node& next,
+  bool reduce_and_norm(int reduced, const Tensor& x, const Tensor& y, const Node& next,
                        const std::vector<Tensor>& inputs, const std::vector<Tensor>& outputs,
                        const Context& context) const;
   void use_device() const;

@@ -32,6 +32,7 @@ const std::map<std::string, InputType>& input_types() {
       {kLoraIds, {DType::kInt32, kNumTokens, true, false}},
       {kEmbedIds, {DType::kInt32, kNumTokens, true, false}},
       {kRotaryPositions, {DType::kInt32, kNumTokens, true, false}},
+      {kBidirectionalRanges, {DType::kInt32, kNumTokens, true, false}},
       {kLoraLogitsIds, {DType::kInt32, kNumLogits, true, false}}};
   return types;
 }
@@ -61,8 +62,12 @@ bool is_of_step(const Port& port) {
 bool is_of_draft(const std::string& input) {
   return input != kStateSlots && input != kMemoryStarts && input != kMemoryLens &&
          input != kLoraIds && input != kLoraLogitsIds && input != kTokenTypeIds &&
-         input != kEmbedIds && input != kRotaryPositions && !is_embeds(input);
+         input != kEmbedIds && input != kRotaryPositions && input != kBidirectionalRanges &&
+         !is_embeds(input);
 }
+
+// The name of an image encoder's input without its number.
+std::string role_of(const std::string& array) { return array.substr(0, array.find('.')); }
 
 // Whether the port takes what Program::add_adapters() declares.
 bool takes_adapters(const std::string& port) {
@@ -153,6 +158,7 @@ int Program::add_input(const std::string& name, DType dtype) {
   Shape shape{found->second.size};
   if (name == kBlockTable) shape.push_back(limits_.max_blocks());
   if (name == kRotaryPositions) shape.push_back(kernels::kRotaryAxes), limits_.has_axes = true;
+  if (name == kBidirectionalRanges) shape.push_back(2), limits_.has_ranges = true;
   return inputs_[name] = declare({Kind::kInput, dtype, shape, name});
 }
 
@@ -178,6 +184,33 @@ int Program::add_features(int64_t row_width) {
   limits_.features_bytes = count_of({limits_.max_tokens, row_width}) / limits_.max_tokens *
                            static_cast<int64_t>(width(dtype_));
   return inputs_[kFeatures] = declare({Kind::kInput, dtype_, {kNumTokens, row_width}, kFeatures});
+}
+
+int Program::add_array(const std::string& name, DType dtype, const Shape& shape) {
+  struct Array {
+    DType dtype;
+    Size rows;
+    size_t axes;
+  };
+  const std::map<std::string, Array> known = {{"patches", {dtype_, kNumTokens, 2}},
+                                              {"position_rows", {dtype_, kNumTokens, 2}},
+                                              {"cos", {DType::kFloat32, kNumTokens, 2}},
+                                              {"sin", {DType::kFloat32, kNumTokens, 2}},
+                                              {"cu_seqlens", {DType::kInt32, kBatchPlus1, 1}},
+                                              {"merged_rows", {DType::kInt64, kNumLogits, 1}}};
+  const auto found = known.find(role_of(name));
+  if (found == known.end()) throw Error("unknown input of an image encoder '" + name + "'");
+  if (inputs_.count(name)) throw Error("the engine's input " + name + " is declared twice");
+  const Array& array = found->second;
+  if (dtype != array.dtype || shape.size() != array.axes || shape[0] != array.rows)
+    throw Error("the image encoder's input " + name + " is of " + name_of(dtype) + " and has " +
+                std::to_string(shape.size()) + " axes, expected " + name_of(array.dtype) + " and " +
+                std::to_string(array.axes));
+  if (array.axes == 2) count_of({limits_.max_tokens, shape[1]});
+  Declared declared{Kind::kInput, dtype, shape, name};
+  declared.is_array = true;
+  arrays_.push_back(declare(std::move(declared)));
+  return inputs_[name] = arrays_.back();
 }
 
 int Program::add_weight(DType dtype, const Shape& shape) {
@@ -363,6 +396,7 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
   const Port& port = type.inputs[index];
   const Declared& given = tensor(number);
   const std::string what = "tensor " + std::to_string(number) + ", its input '" + port.name + "',";
+  if (given.is_array) return check_array(port, given, what);
   if (is_of_step(port)) {
     if (given.kind != Kind::kInput || !serves(port.name, given.name))
       throw Error(what + " is not the step's " + step_input(port.name));
@@ -420,6 +454,16 @@ void Program::check_input(const PluginType& type, const Fields& fields, size_t i
     throw Error(what + " is not an encoder output");
 }
 
+// Checks that a port takes an array of an image encoder. Its size is checked in each step.
+void Program::check_array(const Port& port, const Declared& given, const std::string& what) const {
+  const std::map<std::string, std::string> ports = {
+      {"patches", "x"}, {"position_rows", "residual"}, {"cos", "cos"},
+      {"sin", "sin"},   {"cu_seqlens", "cu_seqlens"},  {"merged_rows", "logits_indices"}};
+  const std::string& wanted = ports.at(role_of(given.name));
+  if (port.name != wanted)
+    throw Error(what + " is " + given.name + ", which only an input '" + wanted + "' takes");
+}
+
 bool Program::is_written(int number, Part part) const {
   return std::any_of(nodes(part).begin(), nodes(part).end(), [&](const Node& node) {
     const auto found = plugin_types().find(node.op);
@@ -461,6 +505,21 @@ void Program::set_pooled(int number) {
   logits_ = number;
   vocab_size_ = static_cast<int>(rows.shape[1]);
   pools_ = true;
+}
+
+void Program::set_outputs(const std::vector<int>& numbers) {
+  for (int number : numbers) {
+    const Declared& rows = tensor(number);
+    if (rows.kind != Kind::kValue || rows.shape.size() != 2 || rows.shape[0] == kBatch ||
+        rows.of_draft)
+      throw Error("tensor " + std::to_string(number) +
+                  " is not a value with num_tokens or num_logits rows");
+  }
+  if (numbers.empty() || arrays_.size() != inputs_.size())
+    throw Error("an image encoder has " + std::to_string(numbers.size()) + " outputs and " +
+                std::to_string(inputs_.size() - arrays_.size()) +
+                " inputs of a step, expected outputs and no such input");
+  outputs_ = numbers;
 }
 
 void Program::set_draft(const DraftTensors& draft) {
@@ -520,6 +579,12 @@ void Program::check_logits(int number, int vocab_size, bool of_draft) const {
 }
 
 void Program::finish() {
+  if (!outputs_.empty()) {
+    if (logits_ >= 0 || parts() != std::vector<Part>{Part::kModel})
+      throw Error("an image encoder has logits, an encoder or a draft model");
+    return;
+  }
+  if (!arrays_.empty()) throw Error("the program has inputs of an image encoder, and no outputs");
   if (logits_ < 0) throw Error("the program has no logits");
   for (const char* name :
        {"input_ids", "position_ids", "cu_seqlens", "past_lens", "logits_indices"})

@@ -23,7 +23,8 @@ inline constexpr const char *kBlockTable = "block_table", *kStateSlots = "state_
                             *kLoraIds = "lora_ids", *kLoraLogitsIds = "lora_logits_ids",
                             *kTokenTypeIds = "token_type_ids", *kEmbeds = "embeds",
                             *kEmbedIds = "embed_ids", *kFeatures = "input_features",
-                            *kRotaryPositions = "rotary_positions";
+                            *kRotaryPositions = "rotary_positions",
+                            *kBidirectionalRanges = "bidirectional_ranges";
 // Rows that are added to hidden states: deep_embeds_0 and so on.
 inline constexpr const char* kDeepEmbeds = "deep_embeds_";
 constexpr int kMaxDeepEmbeds = 64;
@@ -54,6 +55,7 @@ struct Declared {
   int of = -1;
   int64_t first = 0;
   bool of_draft = false;
+  bool is_array = false;  // an input of an image encoder: see Program::add_array
 };
 
 struct Node {
@@ -93,6 +95,10 @@ class Program {
   // Declares the input `embeds` or `deep_embeds_<i>`: rows of this width, at most one for each
   // token of a step. All of them have the same width.
   int add_embeds(const std::string& name, int64_t width);
+  // Declares an input of an image encoder, `name` or `name`.<number>: patches, position_rows, cos
+  // or sin, [num_tokens, width]; cu_seqlens [batch + 1]; or merged_rows [num_logits], tokens that
+  // are joined to rows of the prompt.
+  int add_array(const std::string& name, DType dtype, const Shape& shape);
   int add_weight(DType dtype, const Shape& shape);
   int add_cache(DType dtype, int64_t num_kv_heads,
                 int64_t head_dim);  // [num_blocks, .., block_size, head_dim]
@@ -122,6 +128,8 @@ class Program {
   // Declares the result: logits, or pooled rows of each sequence or token, of any width.
   void set_logits(int tensor, int vocab_size);
   void set_pooled(int tensor);
+  // Declares the results of an image encoder, which has no other inputs than arrays.
+  void set_outputs(const std::vector<int>& tensors);
   // Call after the nodes of each layer of the draft model.
   void set_draft(const DraftTensors& tensors);
   // Declares the inputs that every step has. Call last.
@@ -146,6 +154,9 @@ class Program {
   }
   int logits() const { return logits_; }
   bool pools() const { return pools_; }
+  // Results and arrays of an image encoder, else empty.
+  const std::vector<int>& outputs() const { return outputs_; }
+  const std::vector<int>& arrays() const { return arrays_; }
   int vocab_size() const { return vocab_size_; }
 
   const Declared& tensor(int number) const;
@@ -161,6 +172,7 @@ class Program {
   void check_node(const PluginType& type, const Fields& fields, const Node& node, Part part) const;
   void check_input(const PluginType& type, const Fields& fields, size_t index, int tensor,
                    Part part) const;
+  void check_array(const Port& port, const Declared& given, const std::string& what) const;
   void check_arena(const Node& node, Part part) const;
   void check_shapes(const Node& node) const;
   void check_logits(int tensor, int vocab_size, bool of_draft) const;
@@ -175,7 +187,8 @@ class Program {
   std::map<std::string, int> inputs_;
   std::array<std::vector<Node>, 2 + kMaxDraftLayers> nodes_;  // by Part
   int logits_ = -1, vocab_size_ = 0;
-  bool pools_ = false;                // `logits_` are pooled rows, and vocab_size_ their width
+  bool pools_ = false;  // `logits_` are pooled rows, and vocab_size_ their width
+  std::vector<int> outputs_, arrays_;
   std::vector<DraftTensors> drafts_;  // by layer
   DraftTensors none_;
 };

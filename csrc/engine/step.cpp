@@ -232,6 +232,30 @@ void check_rotary_positions(const StepInputs& inputs, const Limits& limits, int6
   check_range("rotary_positions", inputs.rotary_positions, 0, limits.max_seq_len);
 }
 
+void check_ranges(const StepInputs& inputs, const Limits& limits, int64_t num_tokens) {
+  const auto& ranges = inputs.bidirectional_ranges;
+  if (ranges.size == 0) return;
+  if (!limits.has_ranges)
+    throw Error("a step has bidirectional ranges, which the program does not take");
+  check_size("bidirectional_ranges", ranges.size, num_tokens * 2);
+}
+
+// Checks that the tokens of sequence b are in their ranges, which its positions contain.
+void check_ranges_of(const StepInputs& inputs, int64_t b) {
+  const auto& ranges = inputs.bidirectional_ranges;
+  if (ranges.size == 0) return;
+  const int64_t past = inputs.past_lens[b], fresh = inputs.fresh(b);
+  for (int64_t i = 0; i < fresh; ++i) {
+    const int64_t token = inputs.cu_seqlens[b] + i;
+    const int64_t first = ranges[2 * token], end = ranges[2 * token + 1];
+    if (first == 0 && end == 0) continue;
+    if (first < 0 || first > past + i || end <= past + i || end > past + fresh)
+      throw Error("token " + text(i) + " of sequence " + text(b) + " has the range " + text(first) +
+                  " to " + text(end) + ", expected one of its position " + text(past + i) +
+                  " within " + text(past + fresh) + " positions");
+  }
+}
+
 void check_proposals(const StepInputs& inputs, const Limits& limits, int64_t batch) {
   check_range("next_tokens", inputs.next_tokens, -1, int64_t{1} << 31);
   if (inputs.next_tokens.size > 0) check_size("next_tokens", inputs.next_tokens.size, batch);
@@ -335,9 +359,11 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
   check_adapters(inputs, limits, num_tokens);
   check_embeds(inputs, limits, num_tokens);
   check_rotary_positions(inputs, limits, num_tokens);
+  check_ranges(inputs, limits, num_tokens);
   step.adapters = inputs.lora_ids.size > 0;
   step.embeds = inputs.embed_ids.size > 0;
   step.deep_embeds = inputs.deep_embeds.size > 0;
+  step.ranges = inputs.bidirectional_ranges.size > 0;
   for (int64_t b = 0; b < batch; ++b) {
     const int64_t fresh = inputs.fresh(b), past = inputs.past_lens[b];
     if (past < 0 || past + fresh > limits.max_seq_len)
@@ -347,6 +373,7 @@ Step check_step(const StepInputs& inputs, const Limits& limits, int vocab_size,
       throw Error("sequence " + text(b) + " of " + text(inputs.num_decode) + " decoding ones has " +
                   text(fresh) + " new tokens, expected 1");
     check_blocks(inputs, b, past + fresh, limits);
+    check_ranges_of(inputs, b);
     if (inputs.unread_of(b) < 0 || inputs.unread_of(b) > past)
       throw Error(text(inputs.unread_of(b)) + " unread drafts of sequence " + text(b) +
                   " exceed its past of " + text(past));
@@ -453,6 +480,18 @@ Step check_step(const EncoderInputs& inputs, const Limits& limits) {
   check_range("position_ids", inputs.position_ids, 0, limits.mem_max_seq_len);
   check_range("memory_rows", inputs.memory_rows, 0, limits.memory_rows());
   return {static_cast<int>(num_tokens), 0, static_cast<int>(batch)};
+}
+
+void check_segments(const HostArray<int32_t>& cu_seqlens, int num_tokens) {
+  const int64_t last = cu_seqlens.size - 1;
+  if (last < 1 || cu_seqlens[0] != 0 || cu_seqlens[last] != num_tokens ||
+      !std::is_sorted(cu_seqlens.begin(), cu_seqlens.end()))
+    throw Error("the segments of an image are not in order, or do not end at patch " +
+                text(num_tokens));
+}
+
+void check_merged_rows(const HostArray<int64_t>& rows, int num_tokens) {
+  check_range("the patches of an image's rows", rows, 0, num_tokens);
 }
 
 // Compares sequences with the same first block with the first of them. The gain is the number of

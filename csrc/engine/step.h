@@ -39,6 +39,7 @@ struct Limits {
   int64_t embeds_width = 0;    // of rows in place of token embeddings; 0: the model takes none
   int num_deep_embeds = 0;     // rows that an embedding has for deep layers, of the same width
   bool has_axes = false;       // whether tokens have positions by axis
+  bool has_ranges = false;     // whether tokens may have bidirectional ranges
 
   // Throws Error if a limit is below the minimum.
   void check() const;
@@ -73,6 +74,7 @@ struct Step {
   bool adapters = false;     // whether a token has a LoRA adapter
   bool embeds = false;       // whether a token has a row in place of its embedding
   bool deep_embeds = false;  // whether such a row has rows for deep layers
+  bool ranges = false;       // whether a token has a bidirectional range
 
   static Step of_decoding(int batch) { return {batch, batch, batch, true, batch, 0, 0}; }
 };
@@ -135,6 +137,8 @@ struct StepInputs {
   HostArray<float> deep_embeds;         // [num_deep_embeds, num_embeds, width], or empty: all are 0
   HostArray<int32_t> rotary_positions;  // [num_tokens, kernels::kRotaryAxes]; empty: of each token
                                         // its position. As past_lens, they count unread drafts
+  HostArray<int32_t> bidirectional_ranges;  // [num_tokens, 2], first position and the one after the
+                                            // last of each token's range, or 0, 0; empty: all 0
   Admissions admit;
 
   int batch() const { return static_cast<int>(past_lens.size); }
@@ -208,6 +212,12 @@ struct EncoderInputs {
   HostArray<int64_t> memory_rows;
 };
 Step check_step(const EncoderInputs& inputs, const Limits& limits);
+
+// Throws Error unless the segments of an image's patches begin at 0 and end at the last patch; any
+// may be empty.
+void check_segments(const HostArray<int32_t>& cu_seqlens, int num_tokens);
+// Throws Error unless these are indices of patches.
+void check_merged_rows(const HostArray<int64_t>& rows, int num_tokens);
 
 // Throws Error unless an array has the expected size.
 void check_size(const char* what, int64_t size, int64_t wanted);

@@ -75,9 +75,10 @@ void add_node(FuzzedDataProvider& data, Program& program) {
 
 void declare(FuzzedDataProvider& data, Program& program) {
   static constexpr const char* kInputs[] = {
-      "input_ids",    "position_ids", "cu_seqlens",     "past_lens", "logits_indices", kBlockTable,
-      kStateSlots,    kCommitLens,    kMemoryStarts,    kMemoryLens, kMemoryRows,      kLoraIds,
-      kLoraLogitsIds, kEmbedIds,      kRotaryPositions, "tokens"};
+      "input_ids",          "position_ids", "cu_seqlens",   "past_lens",   "logits_indices",
+      kBlockTable,          kStateSlots,    kCommitLens,    kMemoryStarts, kMemoryLens,
+      kMemoryRows,          kLoraIds,       kLoraLogitsIds, kEmbedIds,     kRotaryPositions,
+      kBidirectionalRanges, "tokens"};
   switch (data.ConsumeIntegralInRange(0, 10)) {
     case 0:
       program.add_input(data.PickValueInArray(kInputs),
@@ -135,7 +136,7 @@ void check_any_step(FuzzedDataProvider& data, const Program& program) {
   const auto scored_targets = array<int64_t>(data), next_tokens = array<int64_t>(data);
   const auto token_types = array<int64_t>(data);
   const auto embeds = array<float>(data), deep_embeds = array<float>(data);
-  std::vector<int32_t> arrays[24];
+  std::vector<int32_t> arrays[25];
   for (auto& each : arrays) each = array<int32_t>(data);
   const auto masks = array<uint32_t>(data);
   std::vector<kernels::SlotState> states(data.ConsumeIntegralInRange<size_t>(0, 3));
@@ -171,6 +172,7 @@ void check_any_step(FuzzedDataProvider& data, const Program& program) {
                           host(arrays[22]),
                           host(deep_embeds),
                           host(arrays[23]),
+                          host(arrays[24]),
                           {host(arrays[11]), host(states), host(arrays[12]), host(arrays[13]),
                            host(arrays[14]), host(arrays[15])}};
   check_step(inputs, limits, program.vocab_size(), std::vector<SlotRecord>(limits.max_batch));

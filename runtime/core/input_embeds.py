@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
+from llmc.artifacts.manifest import Bidirectional
 from llmc.runtime.multimodal.items import PlaceholderRange
 from llmc.runtime.multimodal.rotary_positions import RotaryPositions
 
@@ -23,6 +25,9 @@ class InputEmbeds:
         rows: float32 [n, width]; None: the rows of `items`, which the engine encodes.
         items: positions of images and audio clips, in order.
         rotary: positions by axis of the sequence, if the model has them.
+        ranges: int64 [num_ranges, 2], first positions and those after the last of ranges of at
+            least two tokens that see each other, ascending and disjoint.
+        salt: bytes that identify what determines the contents of all blocks.
     """
 
     positions: np.ndarray
@@ -30,6 +35,8 @@ class InputEmbeds:
     rows: np.ndarray | None = None
     items: Sequence[PlaceholderRange] = ()
     rotary: RotaryPositions | None = None
+    ranges: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int64))
+    salt: bytes = b""
 
     @staticmethod
     def of(positions: np.ndarray, rows: np.ndarray) -> InputEmbeds:
@@ -45,6 +52,55 @@ class InputEmbeds:
                 for own in items for index in range(len(own.positions))]
         return InputEmbeds(np.concatenate([own.positions for own in items]), keys, items=items,
                            rotary=rotary)
+
+    def seen_together(self, kind: Bidirectional | None, tokens: Sequence[int]) -> InputEmbeds:
+        """Add the ranges of a prompt whose tokens see each other.
+
+        A row then depends on all rows of its range, and so does its key.
+
+        Args:
+            kind: see `ImageEncoderProgram`.
+            tokens: of the prompt.
+        """
+        if kind is None:
+            return self
+        if kind == "prompt":
+            digest = hashlib.sha256(np.asarray(tokens, np.int64).tobytes() + b"".join(self.keys))
+            return replace(self, salt=digest.digest(), ranges=np.array(
+                [[0, len(tokens)]] if len(tokens) > 1 else [], np.int64).reshape(-1, 2))
+        borders = np.flatnonzero(np.diff(self.positions) != 1) + 1
+        keys, ranges = list[bytes](), list[tuple[int, int]]()
+        for first, stop in pairwise([0, *borders.tolist(), len(self.positions)]):
+            own = hashlib.sha256(b"".join(self.keys[first:stop])).digest()
+            keys += [own + index.to_bytes(4, "little") for index in range(stop - first)]
+            if stop - first > 1:
+                ranges.append((int(self.positions[first]), int(self.positions[stop - 1]) + 1))
+        return replace(self, keys=keys, ranges=np.array(ranges, np.int64).reshape(-1, 2))
+
+    @property
+    def longest_range(self) -> int:
+        """Number of tokens of the longest range."""
+        return int(np.diff(self.ranges).max(initial=0))
+
+    @property
+    def last_range_end(self) -> int:
+        """The position after the last range; 0 without any."""
+        return int(self.ranges[-1, 1]) if len(self.ranges) else 0
+
+    def range_of(self, position: int) -> tuple[int, int] | None:
+        """The range that has a position."""
+        index = int(np.searchsorted(self.ranges[:, 1], position, side="right"))
+        if index == len(self.ranges) or self.ranges[index, 0] > position:
+            return None
+        start, stop = self.ranges[index].tolist()
+        return start, stop
+
+    def ranges_within(self, start: int, stop: int) -> np.ndarray:
+        """Ranges of the tokens from `start` to `stop`, int32 [stop - start, 2]; see `Step`."""
+        result = np.zeros((stop - start, 2), np.int32)
+        for first, end in self.ranges.tolist():
+            result[max(first - start, 0):max(end - start, 0)] = first, end
+        return result
 
     def items_within(self, start: int, stop: int) -> Iterator[tuple[int, PlaceholderRange]]:
         """Number and place of each item with a row at positions from `start` to `stop`."""

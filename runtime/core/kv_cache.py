@@ -31,7 +31,7 @@ class BlockHashes:
     def __init__(self, block_size: int, key: bytes = b"", lookahead: int = 0,
                  embeds: InputEmbeds | None = None) -> None:
         self._block_size, self._lookahead, self._embeds = block_size, lookahead, embeds
-        self._last = key
+        self._last = key if embeds is None else key + embeds.salt
         self.names: list[bytes] = []
 
     def extend(self, tokens: Sequence[int]) -> None:

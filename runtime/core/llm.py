@@ -204,6 +204,9 @@ class _Loaded:
         self._encoder_cache_bytes = int(_positive("encoder_cache_gb", encoder_cache_gb) * 1e9)
         self._adapters = _read_adapters(self.manifest, self.case_dir, adapters, max_lora_rank,
                                         verify)
+        image = self.manifest.image
+        whole_prompts = max_num_batched_tokens is None and image is not None \
+            and image.bidirectional == "prompt"
         if max_num_batched_tokens is None:
             max_num_batched_tokens = _MAX_TOKENS_CUDA if self.manifest.target.kind == "cuda" \
                 else _MAX_TOKENS
@@ -211,6 +214,9 @@ class _Loaded:
         if max_batch_size is None:
             default = _MAX_BATCH_SIZE if self.manifest.chips[0].kept else _MAX_TEXTS
             max_batch_size = min(default, limit or default)
+        if whole_prompts:  # a prompt with images is in one step, beside others' tokens
+            max_num_batched_tokens = max(max_num_batched_tokens,
+                                         self.manifest.dims.max_seq_len + max_batch_size)
         if limit is not None and max_batch_size > limit:
             raise LlmcError(f"max_batch_size {max_batch_size} exceeds {limit}, for which the model "
                             f"was compiled; lower it, or compile with a larger --max_batch_size")
@@ -254,7 +260,9 @@ class _Loaded:
                                       images=self._encoder_cache()),
                     self._reader.completing, self._reader.searching, encodes=encodes,
                     check_step=check_step, skip_step=skip_step, method=speculation.method,
-                    pools=self.manifest.pooling is not None))
+                    pools=self.manifest.pooling is not None,
+                    direct=self.manifest.pooling is not None and not self.manifest.target.spec.gpu
+                    and not self.manifest.chips[0].kept))
             self._reader.max_model_len = self.max_model_len
             self.transcriber = Transcriber(self.manifest, self.case_dir, self._reader)
             self.pooling = PoolingProcessor(
@@ -729,10 +737,15 @@ class LLM(_Loaded):
     def pool(self, inputs: Sequence[Input], *, priority: int = 0, tenant: str | None = None) -> \
             list[np.ndarray]:
         """Return the rows of inputs that `pooling` tokenized, before any activation."""
-        requests = self.pooling.requests(inputs)
+        requests, scheduling = self.pooling.requests(inputs), _scheduling(priority, tenant, None)
+        self._first()
+        for loop in self._loops:
+            made = loop.pool_now(requests)
+            if made is not None:
+                by_index = {own.index: row for own, row in zip(requests, made, strict=True)}
+                return [by_index[index] for index in range(len(inputs))]
         rows = {output.owner.request.index: output.row
-                for output in self._outputs(requests, _scheduling(priority, tenant, None))
-                if isinstance(output, Pooled)}
+                for output in self._outputs(requests, scheduling) if isinstance(output, Pooled)}
         return [rows[index] for index in range(len(inputs))]
 
     def logits(self, token_ids: Sequence[int], source: Sequence[int] | None = None) -> np.ndarray:

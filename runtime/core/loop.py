@@ -18,7 +18,7 @@ from llmc.errors import LlmcError
 from llmc.runtime.core.adapters import Adapter
 from llmc.runtime.core.fair_queue import WaitingGroup
 from llmc.runtime.core.pacing import StepPacer
-from llmc.runtime.core.pooling import Pooled, RunningPooling
+from llmc.runtime.core.pooling import Pooled, RunningPooling, require_finite
 from llmc.runtime.core.prompt_scores import PromptScores
 from llmc.runtime.core.request import Request, RunningBeamSearch, RunningCompletion, Token
 from llmc.runtime.core.scheduler import (
@@ -28,7 +28,7 @@ from llmc.runtime.core.scheduler import (
     SequenceOutput,
     SlotLease,
 )
-from llmc.runtime.core.step import EncoderInput, Engine, StepOutput
+from llmc.runtime.core.step import EncoderInput, Engine, Step, StepOutput
 from llmc.runtime.heap import frozen_heap
 from llmc.runtime.metrics import Metrics
 from llmc.runtime.speculation.config import Method
@@ -146,6 +146,7 @@ class Loop:
         skip_step: tokens of each sequence to generate before the first is read.
         method: drafts of sequences, in addition to predicted outputs.
         pools: whether the model's outputs are pooled rows.
+        direct: whether any thread may run a step of such a model, as it keeps nothing.
 
     Attributes:
         drafts_enabled: whether newly admitted sequences have drafts.
@@ -155,9 +156,10 @@ class Loop:
                  completing: Callable[[Request, int], RunningCompletion],
                  searching: Callable[[Request, int], RunningBeamSearch], *, encodes: bool,
                  check_step: int, skip_step: int, method: Method = "off",
-                 pools: bool = False) -> None:
+                 pools: bool = False, direct: bool = False) -> None:
         self._engine, self._scheduler, self._method = engine, scheduler, method
-        self._pools = pools
+        self._pools, self._direct = pools, direct
+        self._turn = threading.Lock()  # of the thread that uses the engine
         self.drafts_enabled = True
         self._completing, self._searching, self._encodes = completing, searching, encodes
         self._check_step, self._skip_step = check_step, skip_step
@@ -189,7 +191,7 @@ class Loop:
         """
         for request in call.requests:
             problem = self._scheduler.problem(len(request.prompt), request.limit,
-                                              request.params.beam_width)
+                                              request.params.beam_width, request.embeds)
             if problem:
                 raise LlmcError(problem)
 
@@ -203,6 +205,37 @@ class Loop:
 
         if call.left:
             self._post(message)
+
+    def pool_now(self, requests: abc.Sequence[Request]) -> list[np.ndarray] | None:
+        """Run a step of pooled outputs in the calling thread, if no other request runs or waits.
+
+        Between threads, and with a schedule, a text of all-MiniLM-L6-v2 takes 0.5 ms more of 2 ms.
+
+        Returns:
+            The row of each request; None: the requests must be added.
+
+        Raises:
+            LlmcError: the loop has ended, the step failed, or a row has NaN or infinite elements.
+        """
+        limits = self._engine.limits
+        if not self._direct or not 0 < len(requests) <= limits.max_slots \
+                or sum(len(request.prompt) for request in requests) > limits.max_tokens:
+            return None
+        self.check_process()
+        if not self._turn.acquire(blocking=False):
+            return None
+        try:
+            with self._condition:
+                self._check()
+                if self._busy_since is not None:
+                    return None
+            outputs = self._engine.collect(self._engine.submit(_pooled_step(requests)))
+            assert outputs.pooled is not None
+            rows = [require_finite(row) for row in outputs.pooled]
+            self.metrics.finished += len(rows)
+            return rows
+        finally:
+            self._turn.release()
 
     def abort(self, call: ClientCall) -> None:
         """Cancel a call. Its blocks are freed after the running step."""
@@ -316,25 +349,32 @@ class Loop:
                 self._read_inbox(None if idle else 0)
                 while self._may_wait(len(in_flight)) and (left := self._pace.left()):
                     self._read_inbox(left)
-                while self._tasks and not in_flight:
-                    self._tasks.popleft().run(self._scheduler, self._engine)
-                scheduled = None
-                if not self._tasks and len(in_flight) < self._depth():
-                    scheduled = self._scheduler.schedule()
-                idle = scheduled is None and not in_flight
-                if scheduled is not None:
-                    self._pace.submitting(scheduled.step)
-                    in_flight.append((self._engine.submit(scheduled.step), scheduled))
-                if in_flight and (scheduled is None or len(in_flight) >= self._depth()):
-                    ticket, oldest = in_flight.popleft()
-                    self._pace.collecting()
-                    output = self._engine.collect(ticket)
-                    self._pace.collected()
-                    self._postprocess(oldest, output)
+                with self._turn:
+                    idle = self._run_step(in_flight)
         except BaseException as error:  # fails every caller
             self._end(error)
         finally:
-            self._engine.close()
+            with self._turn:
+                self._engine.close()
+
+    def _run_step(self, in_flight: deque[tuple[int, ScheduledStep]]) -> bool:
+        """Submit the next step, or collect the oldest; return whether there was neither."""
+        while self._tasks and not in_flight:
+            self._tasks.popleft().run(self._scheduler, self._engine)
+        scheduled = None
+        if not self._tasks and len(in_flight) < self._depth():
+            scheduled = self._scheduler.schedule()
+        idle = scheduled is None and not in_flight
+        if scheduled is not None:
+            self._pace.submitting(scheduled.step)
+            in_flight.append((self._engine.submit(scheduled.step), scheduled))
+        if in_flight and (scheduled is None or len(in_flight) >= self._depth()):
+            ticket, oldest = in_flight.popleft()
+            self._pace.collecting()
+            output = self._engine.collect(ticket)
+            self._pace.collected()
+            self._postprocess(oldest, output)
+        return idle
 
     def _postprocess(self, scheduled: ScheduledStep, sampled: StepOutput) -> None:
         """Pass a step's outputs to their callers, and end finished sequences."""
@@ -530,6 +570,15 @@ class Loop:
             call.outbox.fail(error)
         for task in self._tasks:
             task.result.set_exception(error)
+
+
+def _pooled_step(requests: abc.Sequence[Request]) -> Step:
+    """A step of whole texts, the shortest first, for a model without a cache."""
+    types = [request.token_type_ids or [0] * len(request.prompt) for request in requests] \
+        if any(request.token_type_ids for request in requests) else []
+    return Step.of([request.prompt for request in requests], [0] * len(requests),
+                   [()] * len(requests), range(len(requests)), logits="pooled",
+                   token_type_ids=np.array([own for each in types for own in each], np.int64))
 
 
 class RequestHandle:

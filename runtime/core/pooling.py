@@ -67,12 +67,20 @@ class RunningPooling:
         Raises:
             LlmcError: an element is NaN or infinite.
         """
-        row = output.pooled
-        assert row is not None
-        if not np.isfinite(row).all():
-            raise LlmcError("the model's output has NaN or infinite elements; check its weights, "
-                            "or compile with a wider --dtype")
-        return Pooled(self, row)
+        assert output.pooled is not None
+        return Pooled(self, require_finite(output.pooled))
+
+
+def require_finite(row: np.ndarray) -> np.ndarray:
+    """Return a row of the model's output.
+
+    Raises:
+        LlmcError: an element is NaN or infinite.
+    """
+    if not np.isfinite(row).all():
+        raise LlmcError("the model's output has NaN or infinite elements; check its weights, or "
+                        "compile with a wider --dtype")
+    return row
 
 
 @dataclass(frozen=True)

@@ -535,8 +535,16 @@ class InputProcessor:
             raise LlmcError("prompt_logprobs is given for a prompt with images or audio, whose "
                             "rows are no tokens; leave it out")
         self.check_tokens(prompt.token_ids)
-        ids = array("i", prompt.token_ids)
-        return ids, ids, InputEmbeds.of_items(prompt.ranges, self._rotary(prompt))
+        image, ids = self.manifest.image, array("i", prompt.token_ids)
+        embeds = InputEmbeds.of_items(prompt.ranges, self._rotary(prompt))
+        if image is not None and any(own.item.modality == "image" for own in prompt.ranges):
+            embeds = embeds.seen_together(image.bidirectional, ids)
+        if image is None or image.token_id is None:
+            return ids, ids, embeds
+        read = ids[:]
+        for position in embeds.positions.tolist():
+            read[position] = image.token_id
+        return read, ids, embeds
 
     def _rotary(self, prompt: MediaPrompt) -> RotaryPositions | None:
         """Positions by axis of a prompt with images; None if the model has none."""
@@ -559,7 +567,7 @@ class InputProcessor:
         computed = {key for own in program.computed for key in own.names} \
             if isinstance(program, ImageEncoderProgram) else set()
         expected = {tensor.name: tensor for tensor in program.inputs if tensor.name not in computed}
-        if expected.keys() != item.arrays.keys() - UNREAD:
+        if expected.keys() != item.arrays.keys() - (UNREAD - expected.keys()):
             raise LlmcError(f"the processor gives {', '.join(sorted(item.arrays))}, the {kind} "
                             f"encoder of '{name}' reads {', '.join(expected)}; compile the model "
                             f"again")
@@ -674,7 +682,8 @@ class InputProcessor:
         """Put items in place of their placeholders in a prompt."""
         processor = self.require_processor()
         if isinstance(prompt, str):
-            ids = self.tokenize(processor.expand_text(prompt, items), add_special_tokens)
+            ids = self.tokenize(processor.expand_text(prompt, items),
+                                add_special_tokens and processor.adds_special_tokens)
         else:
             ids = processor.expand_ids(read_token_ids(prompt, "the prompt"), items,
                                        lambda text: self.tokenize(text, add_special_tokens=False))

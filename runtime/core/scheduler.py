@@ -400,8 +400,15 @@ class Scheduler:
         """The first sequence of each waiting group."""
         return [group.first for group in list(self._groups) if group.first is not None]
 
-    def problem(self, prompt: int, limit: int, width: int = 1) -> str | None:
+    def problem(self, prompt: int, limit: int, width: int = 1,
+                embeds: InputEmbeds | None = None) -> str | None:
         """Return why a sequence can never run; None if it can."""
+        longest = 0 if embeds is None else embeds.longest_range
+        others = self.limits.max_slots - 1  # which may decode in the same step
+        if longest + others > self.budget:
+            return (f"{longest} tokens see each other, so they must be in one step, beside "
+                    f"{others} other sequences; a step has at most {self.budget} tokens: load the "
+                    f"model with max_num_batched_tokens of at least {longest + others}")
         length = prompt + max(limit - 1, 0)
         need = self.blocks.spans(length)
         if width > 1:
@@ -427,6 +434,7 @@ class Scheduler:
 
     def _schedule(self, limited: bool = True) -> ScheduledStep | None:
         self._score_room = self.limits.max_scored
+        self._token_room = self.budget
         self._draft_masks: dict[Sequence, np.ndarray] = {}
         self._unhide()
         self._free_stalled_adapter()
@@ -440,12 +448,15 @@ class Scheduler:
             self._limit_rows(wanted)
         decoding = sum(sequence.width if sequence.searches else count
                        for sequence, count in wanted.items() if sequence.decodes(count))
-        budget = self._room(wanted, decoding) - decoding - self._plan_drafts(wanted, decoding)
+        drafts = self._plan_drafts(wanted, decoding)
+        budget = self._room(wanted, decoding) - decoding - drafts
+        self._token_room = self.budget - decoding - drafts
         for sequence in list(self.running):
             count = wanted[sequence]
             if count > 1 and not sequence.decodes(count):
                 count = self._fit(sequence, count, max(budget, 0))
                 budget -= count
+                self._token_room -= count
             elif sequence.embeds is not None:
                 count = self._before_images(sequence, count)
             if count > 0 and sequence.slots and self._make_room(sequence, count, rows):
@@ -454,8 +465,9 @@ class Scheduler:
                 self._append(rows, sequence, count)
         while budget > 0 and (new := self._admit_next(rows, budget)):
             count = self._fit(new, new.known - new.computed, budget) or \
-                self._before_images(new, 1, forced=True)
+                self._before_images(new, self._least(new, new.computed), forced=True)
             budget -= count
+            self._token_room -= count
             copies += self._copy_on_write(new)
             self._append(rows, new, count)
             admitted.update(dict.fromkeys(new.slots, new.state(new.tokens)))
@@ -478,7 +490,7 @@ class Scheduler:
         if self.drafts is None or not drafting:
             return 0
         uncommitted = sum(own.uncommitted for own, count in wanted.items() if own.decodes(count))
-        room = self.budget - decoding
+        room = self.budget - decoding - self._longest_range()
         if self.limits.keeps_states:
             room = self.budget - self.limits.max_slots - sum(own.uncommitted for own in wanted)
         self.drafts.plan([
@@ -579,27 +591,55 @@ class Scheduler:
     def _fit(self, sequence: Sequence, count: int, budget: int) -> int:
         """Limit `count` new tokens to the budget and to what can be scored."""
         count = min(self._before_branching(sequence, count), budget)
-        count = self._before_images(sequence, count)
+        count = self._whole_ranges(sequence, count, self._token_room)
+        count = self._whole_ranges(sequence, self._before_images(sequence, count), 0)
         if sequence.scores is None:
             return count
         return sequence.scores.fit(sequence.computed, count, self._score_room)
 
+    def _whole_ranges(self, sequence: Sequence, count: int, room: int) -> int:
+        """Change `count` new tokens, so that they end within no range whose tokens see each other.
+
+        Args:
+            room: tokens up to which a range is completed; else they end before it.
+        """
+        stop = sequence.computed + count
+        inside = None if sequence.embeds is None else sequence.embeds.range_of(stop)
+        if inside is None or inside[0] == stop:
+            return count
+        whole = inside[1] - sequence.computed
+        return whole if whole <= room else max(inside[0] - sequence.computed, 0)
+
+    def _least(self, sequence: Sequence, start: int) -> int:
+        """Fewest tokens of a sequence that can be computed after `start` others."""
+        inside = None if sequence.embeds is None else sequence.embeds.range_of(start)
+        return 1 if inside is None else inside[1] - start
+
+    def _longest_range(self) -> int:
+        """Tokens that must be in one step, of any sequence that may still prefill."""
+        group = self._next()
+        first = [] if group is None or group.first is None else [group.first]
+        return max((own.embeds.longest_range for own in (*self.running, *first)
+                    if own.embeds is not None and own.computed < len(own.prompt)), default=0)
+
     def _before_images(self, sequence: Sequence, count: int, *, forced: bool = False) -> int:
         """Limit `count` new tokens to those whose images are encoded, in this step at the latest.
+
+        Images of one range are encoded together, even if there is no room for all of them.
 
         Args:
             forced: encode them even if there is no room for it.
         """
         if sequence.embeds is None or self.images is None:
             return count
-        start = sequence.computed
+        start, together = sequence.computed, 0
         for index, own in sequence.embeds.items_within(start, start + count):
-            if index in sequence.held:
-                continue
-            if not forced and not self._can_hold(own.item):
-                return max(int(own.positions[0]) - start, 0)
-            self.images.hold(own.item)
-            sequence.held.add(index)
+            if index not in sequence.held:
+                if own.offset >= together and not forced and not self._can_hold(own.item):
+                    return max(int(own.positions[0]) - start, 0)
+                self.images.hold(own.item)
+                sequence.held.add(index)
+            together = own.offset + self._least(sequence, own.offset)
         return count
 
     def _can_hold(self, item: MediaItem) -> bool:
@@ -732,6 +772,11 @@ class Scheduler:
         """`_next`, except groups whose prompt is being computed for another sequence."""
         for _ in range(_LOOKED_AT):
             group = self._next()
+            if group is not None and self._waits_for_tokens(group):
+                if self._steps - group.order[0] + group.priority * HEAD_START > _LONG:
+                    return None  # others would take the room again and again
+                self._hide(group)
+                continue
             if group is None or not (self._is_coming(group) or self._waits_for_scoring(group)
                                      or self._lacks_adapter(group)
                                      or self._waits_for_images(group)):
@@ -786,10 +831,21 @@ class Scheduler:
         sequence = group.first
         if sequence is None or sequence.embeds is None or not sequence.embeds.items:
             return False
-        cached = len(self.blocks.match(self._reusable(sequence), sequence.known))
-        start = cached * self.blocks.block_size
+        start = self._cached(sequence)
         return any(not self._can_hold(own.item)
                    for _, own in sequence.embeds.items_within(start, start + 1))
+
+    def _waits_for_tokens(self, group: WaitingGroup) -> bool:
+        """Whether its first sequence begins with a range for which this step has no room."""
+        sequence = group.first
+        if sequence is None or sequence.embeds is None or not len(sequence.embeds.ranges):
+            return False
+        return self._least(sequence, self._cached(sequence)) > self._token_room
+
+    def _cached(self, sequence: Sequence) -> int:
+        """Positions of a waiting sequence in the prefix cache."""
+        matched = self.blocks.match(self._reusable(sequence), sequence.known)
+        return self._start(sequence, len(matched) * self.blocks.block_size)
 
     def _lacks_adapter(self, group: WaitingGroup) -> bool:
         """Whether its first sequence waits for a slot of its adapter."""
@@ -842,8 +898,9 @@ class Scheduler:
         names = self._names(sequence)
         table = self._open(sequence)
         spare = len(self.running)  # a block for each running sequence
+        computed = self._start(sequence, len(table.blocks) * self.blocks.block_size)
         missing = self.blocks.lacks(table, sequence.known) + \
-            self.blocks.copies([table], sequence.known - 1)
+            self.blocks.copies([table], computed)
         while len(self._slots) < sequence.width or missing > self.blocks.free - spare:
             if not self._preempt_for_new(sequence, {id(own) for own, _ in rows}):
                 self.blocks.close(table)
@@ -854,7 +911,7 @@ class Scheduler:
             self._new_adapters[self.adapters.slot(sequence.adapter)] = sequence.adapter
         sequence.tables = [table]
         sequence.slots = [heapq.heappop(self._slots) for _ in range(sequence.width)]
-        sequence.computed = min(len(table.blocks) * self.blocks.block_size, sequence.known - 1)
+        sequence.computed = computed
         if not sequence.epoch:
             sequence.cached = sequence.computed
             self.queries += sequence.known
@@ -867,6 +924,16 @@ class Scheduler:
         self._first.setdefault(sequence.request, sequence)
         insort(self.running, sequence, key=lambda own: own.order)
         return True
+
+    def _start(self, sequence: Sequence, cached: int) -> int:
+        """The first position to compute of a sequence with `cached` positions in the prefix cache.
+
+        Its last token is computed again. That of a range is computed with the one before it, since
+        it does not decode.
+        """
+        last = sequence.known - 1
+        inside = None if sequence.embeds is None else sequence.embeds.range_of(last)
+        return min(cached, last if inside is None else last - 1)
 
     def _open(self, sequence: Sequence) -> BlockTable:
         """Create a sequence's table from cached blocks.
@@ -1029,6 +1096,7 @@ class Scheduler:
             adapters=[self._adapter_slot(row.sequence) for row in step_rows],
             load_adapters=self._new_adapters, **self._images_of_step(),
             **_embeds(step_rows, self.images), rotary_positions=_rotary_positions(step_rows),
+            bidirectional_ranges=_bidirectional_ranges(step_rows),
             unread=[row.unread for row in step_rows], **proposals)
         self._new_adapters = {}
         scheduled = ScheduledStep(
@@ -1252,6 +1320,17 @@ def _rotary_positions(step_rows: abc.Sequence[_StepRow]) -> np.ndarray:
     return np.concatenate([
         (own or IN_CACHE).within(row.past, row.past + len(row.tokens))
         for row, own in zip(step_rows, by_axis, strict=True)])
+
+
+def _bidirectional_ranges(step_rows: abc.Sequence[_StepRow]) -> np.ndarray:
+    """Ranges of a step's tokens; empty: none has one."""
+    if not any(row.sequence.embeds is not None and row.past < row.sequence.embeds.last_range_end
+               for row in step_rows):
+        return np.empty((0, 2), np.int32)
+    return np.concatenate([
+        np.zeros((len(row.tokens), 2), np.int32) if row.sequence.embeds is None else
+        row.sequence.embeds.ranges_within(row.past, row.past + len(row.tokens))
+        for row in step_rows])
 
 
 def _given_rows(row: _StepRow) -> np.ndarray:

@@ -154,6 +154,9 @@ class Step:
             the same tokens; empty: all 0. The engine's image encoder computes them.
         rotary_positions: int32 [num_tokens, 3], positions by axis, of a model that reads them;
             empty: each token's are its position in the cache.
+        bidirectional_ranges: int32 [num_tokens, 2], first position and the one after the last of
+            the range of each token, such as an image, whose tokens see each other; [0, 0]: none. A
+            step has all tokens of a range that are not in the cache. Empty: no token has one.
         media_rows: int32 [n, 3], rows of encoded images and audio: place, first row and number of
             rows.
         encode_media: items to encode, by place; before all else.
@@ -187,6 +190,7 @@ class Step:
     embed_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     deep_embeds: np.ndarray = field(default_factory=lambda: np.empty((0, 0, 0), np.float32))
     rotary_positions: np.ndarray = field(default_factory=lambda: np.empty((0, AXES), np.int32))
+    bidirectional_ranges: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int32))
     media_rows: np.ndarray = field(default_factory=lambda: np.empty((0, 3), np.int32))
     encode_media: Mapping[int, MediaItem] = field(default_factory=dict)
     free_media: Sequence[int] = ()

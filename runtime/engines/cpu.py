@@ -19,6 +19,7 @@ import onnxruntime as ort
 
 from llmc.artifacts.draft_tokens import read_draft_token_ids
 from llmc.artifacts.manifest import (
+    BIDIRECTIONAL_RANGES,
     DEEP_EMBEDS_PREFIX,
     EMBED_IDS,
     EMBEDS,
@@ -72,6 +73,7 @@ class _Part:
     `lora_ids` is int32 [num_tokens], the slot of each token's adapter or -1; empty in an encoder.
     `embed_ids` is int32 [num_tokens], each token's row of `Step.embeds` or -1; empty: all -1.
     `positions_by_axis` is int32 [num_tokens, 3]; None: positions in the cache.
+    `ranges` is int32 [num_tokens, 2], `Step.bidirectional_ranges`, of one sequence; None: all 0.
     """
 
     input_ids: np.ndarray
@@ -86,6 +88,7 @@ class _Part:
     token_type_ids: np.ndarray | None = None
     input_features: np.ndarray | None = None
     positions_by_axis: np.ndarray | None = None
+    ranges: np.ndarray | None = None
 
     @property
     def position_ids(self) -> np.ndarray:
@@ -160,6 +163,7 @@ class CpuEngine:
                         for step in segments}
         self._wants_positions = any("position_ids" in step.inputs for step in segments)
         self._wants_axes = any(ROTARY_POSITIONS in step.inputs for step in segments)
+        self._wants_ranges = any(BIDIRECTIONAL_RANGES in step.inputs for step in segments)
         self._wants_types = any("token_type_ids" in step.inputs for step in segments)
         self._last_uses = self._find_last_uses(chip.steps, {chip.result, *chip.features})
         self._per_token = manifest.pooling is not None and manifest.pooling.per_token
@@ -277,6 +281,9 @@ class CpuEngine:
         to share, unless they are too small for that.
         """
         lengths = step.seq_lens
+        if len(lengths) == 1:
+            yield [0]
+            return
         most = self._max_tokens
         if self._pool_threads is not None:
             most = min(most, max(-(-int(lengths.sum()) // self._pool_threads.cores), MIN_SHARE))
@@ -292,6 +299,8 @@ class CpuEngine:
     def _whole(self, step: Step, group: Sequence[int]) -> _Part:
         """Some sequences of a step, all of whose tokens are new."""
         def packed(tokens: np.ndarray) -> np.ndarray:
+            if step.batch_size == 1:
+                return tokens
             return np.concatenate([tokens[step.cu_seqlens[i]:step.cu_seqlens[i + 1]]
                                    for i in group])
 
@@ -385,7 +394,8 @@ class CpuEngine:
                         indices if len(indices) else np.array([len(tokens) - 1]), adapters,
                         step.embed_ids[inside], first,
                         step.memory and step.memory.take(sequences),
-                        positions_by_axis=_taken(step.rotary_positions, inside)), len(indices) > 0
+                        positions_by_axis=_taken(step.rotary_positions, inside),
+                        ranges=_taken(step.bidirectional_ranges, inside)), len(indices) > 0
 
     def _chunks(self, step: Step, index: int, whole: bool, lora_ids: np.ndarray) -> \
             Iterator[tuple[_Part, bool]]:
@@ -400,6 +410,7 @@ class CpuEngine:
             end = stop if whole else start + self._chunk_size(past + start - first, stop - start)
             if committed < end < stop:
                 end = committed if start < committed else stop
+            end = _range_end(step, end, past + end - first) if end < stop else end
             indices = step.logits_indices
             indices = indices[(indices >= start) & (indices < end)] - start
             yield _Part(step.token_ids[start:end], np.array([0, end - start], np.int32),
@@ -409,7 +420,8 @@ class CpuEngine:
                         lora_ids[start:end], step.embed_ids[start:end],
                         int(step.slots[index]),
                         step.memory and step.memory.take([index]),
-                        positions_by_axis=_taken(step.rotary_positions, slice(start, end))), \
+                        positions_by_axis=_taken(step.rotary_positions, slice(start, end)),
+                        ranges=_taken(step.bidirectional_ranges, slice(start, end))), \
                 len(indices) > 0
             start = end
 
@@ -448,13 +460,15 @@ class CpuEngine:
         """Ranges [start, end) of sequences to run at once.
 
         A group is all sequences with one new token; or initial chunks of prompts in adjacent rows,
-        with at most MAX_CHUNK tokens when padded; or a single later or longer chunk.
+        with at most MAX_CHUNK tokens when padded; or a single later or longer chunk. A sequence
+        with bidirectional ranges is a separate group.
         """
+        alone = _have_ranges(step)
         if step.num_decode:
             yield 0, step.num_decode
         start, lengths = step.num_decode, step.seq_lens
         for index in range(start + 1, step.batch_size + 1):
-            fits = index < step.batch_size and \
+            fits = index < step.batch_size and not alone[index - 1:index + 1].any() and \
                 step.past_lens[index] == 0 and step.past_lens[index - 1] == 0 and \
                 step.slots[index] == step.slots[index - 1] + 1 and \
                 lengths[start:index + 1].max() * (index + 1 - start) <= self._max_tokens
@@ -489,6 +503,9 @@ class CpuEngine:
             values["position_ids"] = part.position_ids
         if self._wants_axes:
             values[ROTARY_POSITIONS] = part.rotary_positions
+        if self._wants_ranges:
+            values[BIDIRECTIONAL_RANGES] = np.zeros((len(part.input_ids), 2), np.int32) \
+                if part.ranges is None else part.ranges
         if self._wants_types:
             values["token_type_ids"] = np.zeros_like(part.input_ids) \
                 if part.token_type_ids is None else part.token_type_ids
@@ -695,9 +712,26 @@ def check_ops(manifest: Manifest, used: Set[str], drafts: bool) -> None:
         raise LlmcError(f"the op {name} is {where}; compile the model again")
 
 
-def _taken(positions: np.ndarray, inside: slice) -> np.ndarray | None:
-    """Some of a step's `rotary_positions`; None if it has none."""
-    return positions[inside] if len(positions) else None
+def _taken(values: np.ndarray, inside: slice) -> np.ndarray | None:
+    """Some of a step's `rotary_positions` or `bidirectional_ranges`; None if it has none."""
+    return values[inside] if len(values) else None
+
+
+def _have_ranges(step: Step) -> np.ndarray:
+    """Whether each sequence has tokens with bidirectional ranges, bool [batch]."""
+    if not len(step.bidirectional_ranges):
+        return np.zeros(step.batch_size, bool)
+    with_range = np.concatenate([[0], step.bidirectional_ranges[:, 1] > 0]).cumsum()
+    found: np.ndarray = np.diff(with_range[step.cu_seqlens]) > 0
+    return found
+
+
+def _range_end(step: Step, token: int, position: int) -> int:
+    """The first token from `token` on, at `position`, that does not continue a range."""
+    if not len(step.bidirectional_ranges):
+        return token
+    start, stop = step.bidirectional_ranges[token].tolist()
+    return token + stop - position if start < position < stop else token
 
 
 @contextmanager

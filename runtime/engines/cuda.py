@@ -545,7 +545,8 @@ def step_arrays(step: Step, mem_max_seq_len: int = 0, states: StateSlots | None 
             -1 if step.propose is None else step.propose, step.unread,
             step.lora_ids if len(step.adapters) else _NONE, step.token_type_ids,
             step.embeds.reshape(-1), step.embed_ids, step.deep_embeds.reshape(-1),
-            step.rotary_positions.reshape(-1), *admit.arrays())
+            step.rotary_positions.reshape(-1), step.bidirectional_ranges.reshape(-1),
+            *admit.arrays())
 
 
 def encoder_arrays(prompts: Sequence[EncoderInput], dtype: str) -> tuple[np.ndarray, np.ndarray]:
@@ -562,13 +563,17 @@ def encoder_arrays(prompts: Sequence[EncoderInput], dtype: str) -> tuple[np.ndar
     rows = [own for own in prompts if isinstance(own, np.ndarray)]
     if not rows:
         return np.concatenate([np.asarray(own, np.int64) for own in prompts]), np.empty(0, np.uint8)
-    values: np.ndarray = np.ascontiguousarray(np.concatenate(rows), np.float32)
-    if dtype == "bfloat16":  # rounded to the nearest, ties to even
-        bits = values.view(np.uint32)
+    return np.empty(0, np.int64), bytes_in(dtype, np.concatenate(rows))
+
+
+def bytes_in(dtype: str, array: np.ndarray) -> np.ndarray:
+    """The bytes of an array in a dtype, uint8; numbers are rounded to the nearest."""
+    if dtype == "bfloat16":  # ties to even
+        bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
         values = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-    elif dtype == "float16":
-        values = values.astype(np.float16)
-    return np.empty(0, np.int64), values.reshape(-1).view(np.uint8)
+    else:
+        values = np.ascontiguousarray(array, np.dtype(dtype))
+    return values.reshape(-1).view(np.uint8)
 
 
 def as_rows(step: Step) -> Step:

@@ -124,6 +124,11 @@ class Processor:
         return {modality: prompt.placeholder for modality, (prompt, _, _) in self._prompts.items()}
 
     @property
+    def adds_special_tokens(self) -> bool:
+        """Whether the tokenizer adds its special tokens to a prompt with items."""
+        return all(prompt.adds_special_tokens for prompt, _, _ in self._prompts.values())
+
+    @property
     def item_token_ids(self) -> frozenset[int]:
         """Token ids of placeholders and of positions that take rows."""
         return frozenset(own for _, placeholder, row in self._prompts.values()
@@ -228,6 +233,9 @@ class Processor:
         if not placeholders:
             self._check_counts({}, items)
             return text
+        for modality in {own.modality: None for own in items}:
+            if modality in self._prompts and self._prompts[modality][0].placeholder in text:
+                text = self._prompts[modality][0].complete(text)
         pattern = "|".join(map(re.escape, sorted(placeholders, key=len, reverse=True)))
         found = [placeholders[own] for own in re.findall(pattern, text)]
         self._check_counts({own: found.count(own) for own in placeholders.values()}, items)

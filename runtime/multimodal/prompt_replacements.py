@@ -3,10 +3,16 @@
 | processor class | placeholder | rows of the encoder are at |
 | --- | --- | --- |
 | Qwen2VL, Qwen2_5_VL, Qwen3VL, Qwen2_5Omni, Qwen3OmniMoe | image_token | image_token |
+| Exaone4_5, Glm4v, Glm46V | image_token | image_token |
 | Gemma3 | boi_token | image_token |
 | Gemma3n, Gemma4 | image_token, audio_token | the same |
-| Pixtral, Llava, LlavaNext, LlavaOnevision | image_token | image_token |
+| PaliGemma | image_token | image_token; the text's BOS token comes after the images |
+| Pixtral, LightOnOcr, Llava, LlavaNext, LlavaOnevision | image_token | image_token |
+| DeepseekVL, Janus | image_token | image_token |
 | InternVL | context_image_token | context_image_token |
+| QianfanOCR | image_placeholder_token | context_image_token |
+| AyaVision | image_token | img_patch_token |
+| Cohere2Vision, GotOcr2 | image_token | image_token |
 | Idefics3, SmolVLM | image_token | image_token |
 | Llama4 | image_token | patch_token |
 | Mllama | image_token | none: cross-attention |
@@ -23,9 +29,11 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from llmc.errors import LlmcError
 from llmc.runtime.multimodal.audio import MAX_SECONDS
 from llmc.runtime.multimodal.image_processors.anyres import AnyresImageProcessor, best_canvas
 from llmc.runtime.multimodal.image_processors.base import Arrays, Dims, Positive
+from llmc.runtime.multimodal.tile_rows import unpadded
 
 Strategy = Literal["default", "full"]
 # What WhisperFeatureExtractor reads of a clip: one window, padded; the clip as it is; each of its
@@ -40,6 +48,8 @@ class PromptReplacement(BaseModel):
 
     # Settings that transformers' processor gives its image processor with each call.
     image_settings: ClassVar[dict[str, Any]] = {}
+    # Whether the tokenizer adds its special tokens to a prompt.
+    adds_special_tokens: ClassVar[bool] = True
 
     @property
     def placeholder(self) -> str:
@@ -59,6 +69,10 @@ class PromptReplacement(BaseModel):
             processor: it, with its settings.
         """
         raise NotImplementedError
+
+    def complete(self, text: str) -> str:
+        """The text of a prompt with items, with what the model expects around them."""
+        return text
 
     def unused_inputs(self) -> tuple[str, ...]:
         """Names of arrays that only `text` needs."""
@@ -81,12 +95,18 @@ class ImageTokenReplacement(PromptReplacement):
 
 class Qwen2VLReplacement(ImageTokenReplacement):
     processor_class: Literal["Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor",
-                             "Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor"]
+                             "Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor",
+                             "Exaone4_5_Processor"]
     image_token: str = "<|image_pad|>"
 
     def text(self, arrays: Arrays, processor: Any) -> str:
         count: int = int(arrays["image_grid_thw"].prod()) // processor.merge_size ** 2
         return self.image_token * count
+
+
+class Glm4vReplacement(Qwen2VLReplacement):
+    processor_class: Literal["Glm4vProcessor", "Glm46VProcessor"]  # type: ignore[assignment]
+    image_token: str = "<|image|>"
 
 
 class Gemma3Replacement(PromptReplacement):
@@ -141,6 +161,24 @@ class Gemma4Replacement(ImageTokenReplacement):
         return f"{self.boi_token}{self.image_token * count}{self.eoi_token}"
 
 
+class PaliGemmaReplacement(ImageTokenReplacement):
+    adds_special_tokens: ClassVar[bool] = False
+
+    processor_class: Literal["PaliGemmaProcessor"]
+    bos_token: str = "<bos>"
+
+    def complete(self, text: str) -> str:
+        images = text.rfind(self.image_token) + len(self.image_token)
+        return f"{text[:images]}{self.bos_token}{text[images:]}\n"
+
+    def text(self, arrays: Arrays, processor: Any) -> str:
+        count = getattr(processor, "image_seq_length", None)
+        if count is None:
+            raise LlmcError("preprocessor_config.json has no image_seq_length, the number of "
+                            "tokens of an image; add it")
+        return self.image_token * int(count)
+
+
 class PixtralReplacement(ImageTokenReplacement):
     processor_class: Literal["PixtralProcessor"]
     patch_size: Positive = 16
@@ -159,6 +197,18 @@ class PixtralReplacement(ImageTokenReplacement):
         return self.image_break_token.join([row] * rows) + self.image_end_token
 
 
+class LightOnOcrReplacement(ImageTokenReplacement):
+    processor_class: Literal["LightOnOcrProcessor"]
+    patch_size: Positive = 14
+    spatial_merge_size: Positive = 2
+    image_token: str = "<|image_pad|>"
+
+    def text(self, arrays: Arrays, processor: Any) -> str:
+        side = self.patch_size * self.spatial_merge_size
+        rows, columns = (int(own) // side for own in arrays["image_sizes"][0])
+        return self.image_token * (rows * columns)
+
+
 class LlavaReplacement(ImageTokenReplacement):
     processor_class: Literal["LlavaProcessor"]
     patch_size: Positive
@@ -170,6 +220,27 @@ class LlavaReplacement(ImageTokenReplacement):
         count: int = height // self.patch_size * (width // self.patch_size) \
             + self.num_additional_image_tokens
         return self.image_token * (count - (self.vision_feature_select_strategy == "default"))
+
+
+class DeepseekVLReplacement(ImageTokenReplacement):
+    processor_class: Literal["DeepseekVLProcessor"]
+    num_image_tokens: Positive = 576
+    image_token: str = "<image_placeholder>"
+
+    def text(self, arrays: Arrays, processor: Any) -> str:
+        return self.image_token * self.num_image_tokens
+
+
+class JanusReplacement(ImageTokenReplacement):
+    processor_class: Literal["JanusProcessor"]
+    num_image_tokens: Positive = 576
+    use_default_system_prompt: Literal[False] = False
+    image_token: str = "<image_placeholder>"
+    boi_token: str = "<begin_of_image>"
+    eoi_token: str = "<end_of_image>"
+
+    def text(self, arrays: Arrays, processor: Any) -> str:
+        return f"{self.boi_token}{self.image_token * self.num_image_tokens}{self.eoi_token}"
 
 
 class LlavaNextReplacement(ImageTokenReplacement):
@@ -219,10 +290,8 @@ def _unpadded(arrays: Arrays, processor: AnyresImageProcessor, tile: Dims, grid:
     canvas = best_canvas(image, processor.image_grid_pinpoints)
     rows = grid.height * (canvas.height // tile.height)
     columns = grid.width * (canvas.width // tile.width)
-    if image.width / image.height > columns / rows:
-        rows -= (rows - int(round(image.height * (columns / image.width), 7))) // 2 * 2
-    else:
-        columns -= (columns - int(round(image.width * (rows / image.height), 7))) // 2 * 2
+    top, left = unpadded(image, Dims(rows, columns))
+    rows, columns = rows - 2 * top, columns - 2 * left
     return rows, columns
 
 
@@ -244,6 +313,70 @@ class InternVLReplacement(PromptReplacement):
         return f"{self.start_image_token}{rows}{self.end_image_token}"
 
 
+class QianfanOCRReplacement(InternVLReplacement):
+    processor_class: Literal["QianfanOCRProcessor"]  # type: ignore[assignment]
+    image_placeholder_token: str = "<image>"
+
+    @property
+    def placeholder(self) -> str:
+        return self.image_placeholder_token
+
+    @property
+    def row_token(self) -> str:
+        return self.context_image_token
+
+
+class GotOcr2Replacement(ImageTokenReplacement):
+    # A call's defaults, whatever preprocessor_config.json says.
+    image_settings: ClassVar[dict[str, Any]] = {
+        "crop_to_patches": False, "min_patches": 1, "max_patches": 12}
+    rows_of_tile: ClassVar[int] = 256
+
+    processor_class: Literal["GotOcr2Processor"]
+    image_token: str = "<imgpad>"
+
+    def text(self, arrays: Arrays, processor: Any) -> str:
+        return self.image_token * (self.rows_of_tile * len(arrays["pixel_values"]))
+
+
+class AyaVisionReplacement(ImageTokenReplacement):
+    image_settings: ClassVar[dict[str, Any]] = {"crop_to_patches": True}
+
+    processor_class: Literal["AyaVisionProcessor"]
+    patch_size: Positive = 28
+    img_size: Positive = 364
+    downsample_factor: Positive = 1
+    start_of_img_token: str = "<|START_OF_IMG|>"
+    end_of_img_token: str = "<|END_OF_IMG|>"
+    img_patch_token: str = "<|IMG_PATCH|>"
+    tile_token: str = "TILE"
+    tile_global_token: str = "TILE_GLOBAL"
+
+    @property
+    def row_token(self) -> str:
+        return self.img_patch_token
+
+    def text(self, arrays: Arrays, processor: Any) -> str:
+        tile = self.img_patch_token * (
+            self.img_size // (self.patch_size * self.downsample_factor)) ** 2
+        tiles = "".join(f"{self.tile_token}_{index}{tile}"
+                        for index in range(1, len(arrays["pixel_values"])))
+        return f"{self.start_of_img_token}{tiles}{self.tile_global_token}{tile}" \
+               f"{self.end_of_img_token}"
+
+
+class Cohere2VisionReplacement(ImageTokenReplacement):
+    processor_class: Literal["Cohere2VisionProcessor"]
+    image_token: str = "<|IMG_PATCH|>"
+    boi_token: str = "<|START_OF_IMG|>"
+    eoi_token: str = "<|END_OF_IMG|>"
+    img_line_break_token: str = "<|IMG_LINE_BREAK|>"
+
+    def text(self, arrays: Arrays, processor: Any) -> str:
+        tile = self.image_token * processor.patch_size ** 2 + self.img_line_break_token
+        return f"{self.boi_token}{tile * len(arrays['pixel_values'])}{self.eoi_token}"
+
+
 class Idefics3Replacement(ImageTokenReplacement):
     processor_class: Literal["Idefics3Processor", "SmolVLMProcessor"]
     image_seq_len: Positive = 169
@@ -251,7 +384,7 @@ class Idefics3Replacement(ImageTokenReplacement):
     global_image_token: str = "<global-img>"
 
     def unused_inputs(self) -> tuple[str, ...]:
-        return "rows", "cols"
+        return "rows", "cols", "pixel_attention_mask"  # the mask is 1 everywhere
 
     def text(self, arrays: Arrays, processor: Any) -> str:
         rows, columns = int(arrays["rows"][0, 0]), int(arrays["cols"][0, 0])
@@ -431,9 +564,12 @@ class Gemma4AudioReplacement(AudioTokenReplacement):
 
 
 AnyImageReplacement = Annotated[
-    Qwen2VLReplacement | Gemma3Replacement | Gemma3nReplacement | Gemma4Replacement
-    | PixtralReplacement | LlavaReplacement | LlavaNextReplacement | LlavaOnevisionReplacement
-    | InternVLReplacement | Idefics3Replacement | Llama4Replacement | MllamaReplacement,
+    Qwen2VLReplacement | Glm4vReplacement | Gemma3Replacement | Gemma3nReplacement
+    | Gemma4Replacement | PaliGemmaReplacement | PixtralReplacement | LightOnOcrReplacement
+    | LlavaReplacement | DeepseekVLReplacement | JanusReplacement | LlavaNextReplacement
+    | LlavaOnevisionReplacement | InternVLReplacement | QianfanOCRReplacement | GotOcr2Replacement
+    | AyaVisionReplacement | Cohere2VisionReplacement | Idefics3Replacement | Llama4Replacement
+    | MllamaReplacement,
     Field(discriminator="processor_class")]
 AnyAudioReplacement = Annotated[
     Qwen2AudioReplacement | Qwen3OmniReplacement | AudioFlamingo3Replacement | GlmAsrReplacement

@@ -1,11 +1,13 @@
-"""Inputs of an image encoder that are computed from the grids of its images' patches.
+"""Inputs of an image encoder that are computed from the arrays of a processor.
 
-| function of transformers' `vision_utils` | results |
+| function of transformers' `vision_utils`, of the grids of images' patches | results |
 | --- | --- |
 | get_vision_cu_seqlens | starts and ends of the frames, between which attention does not look |
 | get_vision_position_ids | rows and columns of patches, for a rotary embedding |
 | get_vision_window_index | order of patches by window, and the windows' starts and ends |
 | get_vision_interpolation_indices_and_weights | rows of a learned position table, and weights |
+
+`pack_image_features` is a method of models that cut an image into tiles; see `tile_rows`.
 
 All are equal to transformers'; weights of interpolation within rounding of float32. Patches are in
 blocks of `spatial_merge_size` x `spatial_merge_size`, which become one row of the prompt.
@@ -14,14 +16,29 @@ blocks of `spatial_merge_size` x `spatial_merge_size`, which become one row of t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmc.artifacts.vision_input import VisionInput
+from llmc.artifacts.vision_input import GRID, PACK, VisionInput
+from llmc.runtime.multimodal.tile_rows import tile_rows
 
 _Ints = NDArray[np.int64]
 _Floats = NDArray[np.float32]
+
+
+def of_arrays(given: VisionInput, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Compute inputs from what a processor gives for one image.
+
+    Args:
+        given: their function and names.
+        arrays: see `MediaItem`.
+    """
+    if given.function == PACK:
+        results = tile_rows(arrays, **dict[str, Any](given.arguments))
+        return dict(zip(given.names, results, strict=True))
+    return compute(given, arrays[GRID])
 
 
 def compute(given: VisionInput, grid_thw: _Ints) -> dict[str, np.ndarray]:
@@ -31,7 +48,7 @@ def compute(given: VisionInput, grid_thw: _Ints) -> dict[str, np.ndarray]:
         given: their function and names.
         grid_thw: int64 [num_images, 3], frames, rows and columns of patches.
     """
-    results = _FUNCTIONS[given.function](grid_thw, **given.arguments)
+    results = _FUNCTIONS[given.function](grid_thw, **dict[str, Any](given.arguments))
     return dict(zip(given.names, results, strict=True))
 
 

@@ -338,7 +338,8 @@ def test_unsupported_ops_raise_an_llmc_error(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("family", "changes", "what"), [
-    ("gemma4_text", {"global_head_dim": 36}, "CausalAttention with head_dim 36"),
+    ("gemma4_text", {**families.GEMMA4_SHALLOW, "global_head_dim": 36},
+     "CausalAttention with head_dim 36"),
     ("mamba2", {"conv_kernel": 9}, "CausalConv1d with kernel_size 9")])
 def test_sizes_without_a_kernel_are_refused(family, changes, what, tmp_path):
     hf_dir = families.save(families.tiny_model(family, **changes), tmp_path / "hf")

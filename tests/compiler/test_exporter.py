@@ -60,6 +60,66 @@ def wrote_another_dtype(x):
     return made
 
 
+def rotated(x):
+    angles = x[..., :1].cumsum(1)
+    turns = torch.polar(torch.ones_like(angles), angles) * 1.0
+    pairs = torch.view_as_complex(torch.stack([x, x + 1], -1).unsqueeze(2))
+    return torch.view_as_real(pairs * turns[:, :, None, :]).flatten(2)
+
+
+def rotated_and_scaled(x):
+    angles = x[..., :1].cumsum(1)
+    turns = torch.polar(torch.ones_like(angles), angles) * 0.5
+    return torch.view_as_real(turns).flatten(2)
+
+
+def scattered(x):
+    scores, experts = torch.topk(x, 2, dim=-1)
+    return torch.full_like(x, -7.0).scatter_(2, experts, scores)
+
+
+def wrote_a_part_of_a_split(x):
+    made = x * 2
+    first, _ = made.split([1, 2], 2)
+    first += 1
+    return made
+
+
+def wrote_slices_of_a_new_tensor(x):
+    made = x.new_empty((*x.shape[:-1], 6))
+    made[..., :4].copy_(x[..., :1].expand(-1, -1, 4))
+    made[..., 4:].copy_(x[..., 1:] * 2)
+    return made * 3
+
+
+def wrote_all_of_a_new_tensor(x):
+    made = torch.empty_like(x)
+    made[:] = x * 2
+    return made + 1
+
+
+def wrote_every_second_column_of_a_row(x):
+    made = torch.stack([x, x * 2, x * 3]) * 5
+    row = made[0]
+    for other in (1, 2):
+        row[..., other::2] = made[other, ..., other::2]
+    return row + made[0] + made[2]
+
+
+def wrote_below_another_view(x):
+    made = x * 2
+    before = made.transpose(1, 2)
+    made[..., :1] = x[..., 1:2]
+    return made + before.transpose(1, 2)
+
+
+def wrote_a_slice_of_a_part(x):
+    made = x * 2
+    _, part = made.split([1, 2], 2)
+    part[..., :1] = x[..., :1]
+    return made
+
+
 def mixed_dtypes(x):
     count = (x > 0).to(torch.int32)
     return count.cumsum(1) * x + (count < 0.5) * (count + x)
@@ -69,11 +129,13 @@ def square_and_turn(x):
     return x.square() @ (torch.arange(12.0).reshape(4, 3).T @ torch.ones(4, 3)).T
 
 
-PLAIN = [wrote_twice, mixed_dtypes, square_and_turn, lambda x: x.float(),
+PLAIN = [rotated, scattered, wrote_slices_of_a_new_tensor, wrote_every_second_column_of_a_row,
+         wrote_twice, mixed_dtypes, square_and_turn, lambda x: x.float(),
          lambda x: (x * 2).to(torch.float32), lambda x: (x * 2).clone(),
          lambda x: torch.nn.functional.dropout(x * 2, 0.5, training=False)]
 OTHERS = [wrote_a_copy, copied_before_writing, wrote_what_dropout_left, wrote_below_a_view,
-          wrote_a_view, wrote_another_dtype]
+          wrote_a_view, wrote_all_of_a_new_tensor, wrote_another_dtype, wrote_a_part_of_a_split,
+          wrote_below_another_view, wrote_a_slice_of_a_part, rotated_and_scaled]
 
 
 class Module(torch.nn.Module):

@@ -1,16 +1,32 @@
-"""Image encoders: the exported graph gives the rows of transformers' for any image."""
+"""Image encoders: exported and fused graphs give the rows of transformers' for any image."""
 
 import copy
+import functools
 
 import numpy as np
+import onnx_graphsurgeon as gs
+import onnxruntime as ort
 import pytest
 import torch
 from multimodal_models import encoder_rows, packed, pixels, run_encoder, session, tiny_model
+from schedule_interpreter import run_image_program
 from transformers import vision_utils
+from transformers.models.qwen3_vl import modeling_qwen3_vl
 
+from llmc import plugins
+from llmc.artifacts.program import Program
 from llmc.artifacts.vision_input import VisionInput
+from llmc.compiler.artifact import WEIGHTS_NAME, to_onnx, write_onnx, write_weights
 from llmc.compiler.frontend import image, trace
+from llmc.compiler.graph.image_samples import ImageSample
+from llmc.compiler.graph.rewrite import Report, Settings, values_of
+from llmc.compiler.graph.weights import Weight
+from llmc.compiler.lower import fuse_image, lower_image_device
+from llmc.compiler.options import CompileOptions
+from llmc.compiler.passes.image_patches import image_patches
+from llmc.compiler.targets.cuda import program_of
 from llmc.errors import LlmcError
+from llmc.runtime.engines.image_encoder import with_equal_segments
 from llmc.runtime.multimodal import vision_inputs
 
 GRIDS = ((4, 6), (10, 8), (2, 2), (18, 10))
@@ -19,8 +35,31 @@ SAMPLES = {
     "llava": [{"pixel_values": pixels(1, 3, 28, 28)}] * 2,
     "internvl": [{"pixel_values": pixels(tiles, 3, 28, 28)} for tiles in (2, 5, 1)],
     "gemma3": [{"pixel_values": pixels(tiles, 3, 28, 28)} for tiles in (2, 3, 1)],
+    "mistral3": [{"pixel_values": pixels(1, 3, 14 * rows, 14 * columns),
+                  "image_sizes": np.array([[14 * rows, 14 * columns]])}
+                 for rows, columns in ((4, 6), (10, 8), (2, 4), (12, 10))],
     "qwen3_vl": packed(*GRIDS), "qwen2_5_vl": packed(*GRIDS)}
-WINDOWS = {"qwen2_5_vl": {"window_size": 56}}
+# What the passes match, of three layers: attention with a rotary embedding is made of rows.
+FUSED = {
+    "llava": {"patches": 1, "norm-op": 5, "linear": 14, "identity": 9, "residual": 4},
+    "internvl": {"patches": 1, "norm-op": 7, "layer-scale": 6, "identity": 13, "residual": 6},
+    "gemma3": {"patches": 1, "norm-op": 7, "norm-decomposed": 1, "residual": 6},
+    "mistral3": {"patches": 1, "image-attention": 3, "norm-decomposed": 8, "gated-mlp": 3,
+                 "residual": 6},
+    "qwen3_vl": {"patches": 1, "image-attention": 3, "norm-op": 8, "activation": 5, "residual": 7},
+    "qwen2_5_vl": {"patches": 1, "image-attention": 3, "norm-decomposed": 7, "gated-mlp": 3,
+                   "residual": 6}}
+VISION = {"qwen2_5_vl": {"window_size": 56}, "mistral3": {"image_size": 196}, "llama4": {
+    "intermediate_size": 128, "projector_input_dim": 40, "projector_output_dim": 40,
+    "vision_output_dim": 40}}
+WHOLE = {"llava_next": {"image_grid_pinpoints": [[28, 28], [28, 56], [56, 28], [56, 56]]}}
+# Encoders with tiles that are selected, packed or projected otherwise, and with a grid.
+OTHERS = {
+    "llama4": [{"pixel_values": pixels(tiles, 3, 28, 28)} for tiles in (2, 5, 1)],
+    "smolvlm": [{"pixel_values": pixels(1, tiles, 3, 28, 28)} for tiles in (2, 5, 1)],
+    "llava_next": [{"pixel_values": pixels(1, tiles, 3, 28, 28), "image_sizes": np.array([size])}
+                   for tiles, size in ((3, (25, 60)), (5, (97, 101)), (2, (20, 9)))],
+    "glm4v": packed(*GRIDS)}
 
 
 def export(model, samples):
@@ -28,18 +67,135 @@ def export(model, samples):
         return image.trace_image(copy.deepcopy(model.config), samples)
 
 
+@functools.cache
+def exported(family):
+    """A model and its traced encoder."""
+    model = tiny_model(family, **VISION.get(family, {}))
+    return model, export(model, SAMPLES[family][:-1])
+
+
+def fused(traced, model):
+    """The graph after all passes, with the model's parameters; their reports; samples of inputs."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    graph = trace.to_graph(traced.proto, model.state_dict().keys())
+    for tensor in graph.tensors().values():
+        if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight):
+            tensor._values = Weight.of(
+                parameters[tensor.name.removeprefix("model.")].detach().numpy(), tensor.name)
+    samples = tuple(ImageSample.of(arrays, graph.inputs) for arrays in traced.inputs)
+    return graph, fuse_image(graph, Settings(64, 64, image_samples=samples)), samples
+
+
+def written(graph, directory):
+    """Load a graph from a file with its weights."""
+    places, _ = write_weights([graph], directory / WEIGHTS_NAME)
+    write_onnx(to_onnx(graph, places, "cpu"), directory / "image.onnx")
+    return ort.InferenceSession(directory / "image.onnx", providers=["CPUExecutionProvider"])
+
+
 @pytest.mark.parametrize("family", SAMPLES)
-def test_rows_are_those_of_transformers_for_images_of_any_size(family):
+def test_rows_are_those_of_transformers_for_images_of_any_size(family, tmp_path):
     """Tiles, packed patches, windows, deep rows; also of sizes that were not exported."""
-    model = tiny_model(family, **WINDOWS.get(family, {}))
+    model, traced = exported(family)
     *known, new = SAMPLES[family]
-    proto, computed = export(model, known)
-    loaded = session(proto, model)
-    for arrays in (*known, new):
-        for rows, expected in zip(run_encoder(loaded, computed, arrays),
-                                  encoder_rows(model, arrays), strict=True):
+    graph, reports, _ = fused(traced, model)
+    counts = {name: number for report in reports for name, number in report.matches.items()}
+    assert {name: counts[name] for name in FUSED[family]} == FUSED[family]
+    assert {node.op for node in graph.nodes if node.domain == plugins.DOMAIN} \
+        >= {"BidirectionalAttention", "GemmBiasAct", "GemmBiasRes"}
+    assert not {node.op for node in graph.nodes} & {
+        "Conv", "MatMul", "Gemm", "LayerNormalization", "Erf", "Gelu", "Tanh", "Softmax"}
+    for loaded in (session(traced.proto, model), written(graph, tmp_path)):
+        for arrays in (*known, new):
+            for rows, expected in zip(run_encoder(loaded, traced.computed, arrays),
+                                      encoder_rows(model, arrays), strict=True):
+                assert rows.shape == expected.shape
+                assert np.abs(rows - expected).max() < 2e-6 * max(np.abs(expected).max(), 1)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_rows_of_other_encoders_are_those_of_transformers(family, tmp_path):
+    model = tiny_model(family, whole=WHOLE.get(family, {}), **VISION.get(family, {}))
+    *known, new = OTHERS[family]
+    traced = export(model, known)
+    graph, _, _ = fused(traced, model)
+    for loaded in (session(traced.proto, model), written(graph, tmp_path)):
+        for arrays in (*known, new):
+            rows, = run_encoder(loaded, traced.computed, arrays)
+            expected, = encoder_rows(model, arrays)
             assert rows.shape == expected.shape
             assert np.abs(rows - expected).max() < 1e-5 * max(np.abs(expected).max(), 1)
+
+
+# Programs of GPUs: op types that are not llmc's, and inputs.
+MERGES = ("merged_rows", "merged_rows.1", "merged_rows.2", "merged_rows.3")
+PROGRAMS = {
+    "llava": (["Gather"], ["patches", "position_rows", "cu_seqlens", "merged_rows"]),
+    "internvl": (["Gather"] * 4 + ["Concat"], ["patches", "position_rows", "cu_seqlens", *MERGES]),
+    "mistral3": (["Gather"] * 4 + ["Concat", "Columns"], [
+        "patches", "cu_seqlens", "cos", "sin", *MERGES]),
+    "qwen3_vl": ((["Gather"] * 4 + ["Concat"]) * 2, [
+        "patches", "position_rows", "cu_seqlens", "cos", "sin", *MERGES]),
+    "qwen2_5_vl": (["Gather"] * 4 + ["Concat"], [
+        "patches", "cu_seqlens", "cos", "sin", "cu_seqlens.1", *MERGES])}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", PROGRAMS)
+def test_a_program_for_gpus_gives_the_rows_of_transformers(family, dtype, tmp_path):
+    """What the host computes, and the program by the NumPy interpreter, also of new sizes."""
+    model, traced = exported(family)
+    graph, _, samples = fused(traced, model)
+    parts, _ = lower_image_device(graph, Settings(64, 64, image_samples=samples, options=(
+        CompileOptions(target="cuda", dtype=dtype))))
+    program = program_of(parts.device, dtype, of_image=True)
+    # Heads of 16 elements are padded for tensor cores.
+    assert {node.fields["head_dim"] for node in program.nodes if "head_dim" in node.fields} == {
+        16 if dtype == "float32" else 32}
+    assert program == Program.model_validate_json(program.model_dump_json())
+    ops, inputs = PROGRAMS[family]
+    assert [node.op for node in program.nodes if node.op not in plugins.registry()] == ops
+    assert [own.name for own in program.tensors if own.kind == "input"] == sorted(
+        inputs, key=[own.name for own in program.tensors].index)
+    weights = {tensor.name: values_of(tensor).load() for node in parts.device.nodes
+               for tensor in node.inputs if isinstance(tensor, gs.Constant)}
+    host = written(parts.host, tmp_path)
+    for arrays in SAMPLES[family]:
+        feeds = dict(zip((own.name for own in host.get_outputs()),
+                         run_encoder(host, traced.computed, arrays), strict=True))
+        order = feeds.pop("row_order", ...)
+        for rows, expected in zip(run_image_program(program, weights, with_equal_segments(feeds)),
+                                  encoder_rows(model, arrays), strict=True):
+            tolerance = 2e-6 if dtype == "float32" else 0.03
+            assert np.abs(rows[order] - expected).max() < tolerance * max(
+                np.abs(expected).max(), 1)
+
+
+def test_attention_that_is_not_rotated_as_positions_say_is_left(monkeypatch):
+    """Rotated only in part: the nodes stay, and the refusal names them."""
+    model = tiny_model("qwen3_vl")
+    original = modeling_qwen3_vl.apply_rotary_pos_emb_vision
+
+    def own(q, k, cos, sin):
+        turned, keys = original(q, k, cos, sin)
+        return torch.cat([turned[..., :8], q[..., 8:]], -1), keys
+
+    monkeypatch.setattr(modeling_qwen3_vl, "apply_rotary_pos_emb_vision", own)
+    _, reports, _ = fused(export(model, SAMPLES["qwen3_vl"]), model)
+    report, = (report for report in reports if report.name == "image.attention")
+    assert report.matches == {"image-attention": 0}
+    assert "no rotary embedding" in report.refusals[0]
+
+
+def test_overlapping_patches_stay_a_convolution():
+    x = gs.Variable("pixel_values", np.float32, [1, 3, 8, 8])
+    y = gs.Variable("y", np.float32, [1, 4, 3, 3])
+    weight = gs.Constant("w", Weight.of(np.ones((4, 3, 4, 4), np.float32)))
+    graph = gs.Graph([gs.Node("Conv", inputs=[x, weight], outputs=[y], attrs={
+        "strides": [2, 2], "kernel_shape": [4, 4]})], inputs=[x], outputs=[y])
+    report = Report("patches")
+    image_patches(graph, Settings(8, 8), report)
+    assert report.matches == {"patches": 0} and "overlap" in report.refusals[0]
 
 
 def test_an_array_that_the_encoder_does_not_take_is_named():

@@ -18,6 +18,7 @@ from llmc.compiler.graph.verify import verify
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.lower import _FUSE, GraphPass, run_pass
 from llmc.compiler.passes.attention import attention
+from llmc.compiler.passes.attention_projections import attention_projections
 from llmc.compiler.passes.embedding import embedding
 from llmc.compiler.passes.experts_residual import experts_residual
 from llmc.compiler.passes.fold import fold
@@ -371,6 +372,31 @@ def test_linear_layers_with_column_readers_are_merged():
     assert reports[-1].matches == {"projections": 1}
     assert {node.attrs["activation"] for node in graph.nodes if node.op == "GroupRMSNorm"} == \
         {"sigmoid", "silu"}
+
+
+ATTENTION = """flat = Constant<value_ints=[-1]>() whole = Constant<value_ints=[2, 4, 6]>()
+tokens = Reshape(input_ids, flat) rows = Gather(table, tokens)
+q = MatMul(rows, square) kp = MatMul(rows, other) k = Add(kp, w) v = MatMul(rows, third)
+out = llmc.BidirectionalAttention<num_heads=1, num_kv_heads=1, head_dim=6>(q, k, v, cu) """
+PROJECTED = {"w": VECTOR, "square": SQUARE, "other": SQUARE.T.copy(), "third": SQUARE[::-1].copy(),
+             "cu": np.array([0, 4, 8], np.int32)}
+
+
+def test_projections_of_attention_are_merged():
+    graph, reports = before_after(ATTENTION + "logits = Reshape(out, whole)", PROJECTED,
+                                  fold, gemm, attention_projections)
+    assert reports[-1].matches == {"attention-projections": 1}
+    assert ops(graph) == {"Gather": 1, "Reshape": 2, "GemmBiasAct": 1, "Split": 1,
+                          "BidirectionalAttention": 1}
+    made = next(node for node in graph.nodes if node.op == "GemmBiasAct")
+    assert [tuple(tensor.shape) for tensor in made.inputs[1:]] == [(18, 6), (18,)]
+
+
+def test_a_projection_that_others_read_stays():
+    graph, reports = before_after(ATTENTION + "sum = Add(out, v) logits = Reshape(sum, whole)",
+                                  PROJECTED, fold, gemm, attention_projections)
+    assert "has other readers" in reports[-1].refusals[0]
+    assert ops(graph)["GemmBiasAct"] == 3
 
 
 def test_embedding_fuses_scale_and_position_offset():

@@ -198,7 +198,8 @@ def test_sparse_attention_is_refused_beyond_its_top_k(no_export, tmp_path):
 
 
 def test_an_unsupported_head_dim_of_some_layers_is_refused(tmp_path):
-    hf = families.save(families.tiny_model("gemma4_text", global_head_dim=520), tmp_path / "hf")
+    hf = families.save(families.tiny_model("gemma4_text", **{
+        **families.GEMMA4_SHALLOW, "global_head_dim": 520}), tmp_path / "hf")
     with pytest.raises(llmc.LlmcError, match="no kernel for llmc::CausalAttention with head_dim "
                                              "520 "):
         llmc.compile(hf, tmp_path / "case", target="cuda")

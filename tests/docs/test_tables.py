@@ -6,6 +6,7 @@ from pathlib import Path
 
 import families
 import generate
+import image_models
 import pytest
 
 from llmc.artifacts.manifest import Manifest
@@ -43,6 +44,12 @@ def documented():
 
 def test_the_families_are_those_that_tests_compile(documented):
     assert set(documented) == {*ALL, *TWO}
+
+
+def test_the_models_that_take_images_are_those_that_tests_compile():
+    listed = [kind for _, types, *_ in rows("guides/images.md", "model | model types")
+              for kind in re.findall(r"`([^`]+)`", types)]
+    assert sorted(listed) == sorted(image_models.MODELS)
 
 
 def test_the_tp_sizes_are_those_that_tests_compile(documented):

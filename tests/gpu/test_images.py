@@ -7,6 +7,9 @@ import pytest
 from image_models import assert_image_diff, images, prompts_of, write_model
 
 import llmc
+from llmc.artifacts.manifest import read_manifest
+from llmc.runtime.engines import cuda_image_encoder
+from llmc.runtime.engines.image_encoder import DividedImageEncoder, ImageEncoder
 from llmc.runtime.gpus import GpuReplica
 
 # Tokens that do not repeat.
@@ -56,6 +59,24 @@ def test_first_tokens_in_16_bits(cases):
         made = llm.generate(prompts, replace(GREEDY, max_tokens=1))
     for own, other in zip(made, expected, strict=True):
         assert abs(own.logprobs[0].chosen - other.logprobs[0].chosen) < 0.1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_are_those_of_the_cpu(dtype, cases, monkeypatch):
+    """Of small and large images, for which the program is loaded again."""
+    root, prompts, _ = cases
+    monkeypatch.setattr(cuda_image_encoder, "_PATCHES", 128)
+    with llmc.LLM(root / "cpu") as llm:
+        items = [own.item.arrays for prompt in prompts for own in llm.media_prompt(
+            prompt["prompt"], images=prompt["images"]).ranges]
+    host = ImageEncoder(read_manifest(root / "cpu"), root / "cpu", 2)
+    device = cuda_image_encoder.load_image_encoder(read_manifest(root / dtype), root / dtype, 2, 0)
+    assert isinstance(device, DividedImageEncoder)
+    for arrays in (*items, *items[::-1]):
+        expected, rows = host.encode(arrays), device.encode(arrays)
+        assert rows.shape == expected.shape
+        tolerance = 1e-4 if dtype == "float32" else 0.05
+        assert np.abs(rows - expected).max() < tolerance * max(np.abs(expected).max(), 1)
 
 
 def test_images_beside_texts_and_other_images(cases):

@@ -141,6 +141,15 @@ def test_attention_with_a_bias_by_distance(extension, new, past, dim, heads, kv_
     ((130, 3, 64), (0, 50, 10), 128, 8, 2, {"by_axis": True, "block_size": 32}),
     ((30, 1, 9), (50, 300, 300), 256, 4, 1, {"by_axis": True, "block_size": 16, "norms": "qk"}),
     ((20, 9), (5, 0), 72, 4, 2, {"by_axis": True}),
+    # Bidirectional ranges: sequence, start and end.
+    ((130, 3, 64), (0, 50, 10), 128, 8, 2, {"block_size": 32, "ranges": (
+        (0, 20, 110), (0, 120, 130), (2, 8, 60))}),
+    ((200, 70), (0, 100), 64, 4, 2, {"window": 30, "ranges": ((0, 0, 100), (1, 60, 140))}),
+    ((200, 70), (0, 100), 64, 4, 2, {"window": 30, "windowed_ranges": 0, "block_size": 16,
+                                     "ranges": ((0, 0, 100), (1, 60, 140))}),
+    ((300, 9), (0, 5), 256, 4, 1, {"window": 64, "norms": "qk", "ranges": ((0, 10, 266),)}),
+    ((90, 9), (0, 5), 72, 4, 2, {"softcap": 5.0, "sinks": True, "ranges": ((0, 3, 80),)}),
+    ((80,), (3,), 512, 2, 1, {"windowed_ranges": 0, "window": 8, "ranges": ((0, 2, 83),)}),
 ])
 def test_attention(extension, new, past, dim, heads, kv_heads, more, dtype):
     sample = _sample(np.random.default_rng(1), new, past, dim, heads=heads, kv_heads=kv_heads,

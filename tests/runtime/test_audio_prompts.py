@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 import llmc
 from llmc.cli import main
-from llmc.runtime.engines import media_encoders
+from llmc.runtime.engines import image_encoder
 
 GREEDY = llmc.SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, logprobs=0)
 
@@ -86,8 +86,8 @@ def test_chunks_and_eviction_change_nothing(model, options):
 
 def test_clips_are_encoded_once_and_told_apart_in_cached_prefixes(model, monkeypatch):
     encoded = []
-    real = media_encoders.MediaEncoder.encode
-    monkeypatch.setattr(media_encoders.MediaEncoder, "encode",
+    real = image_encoder.MediaEncoder.encode
+    monkeypatch.setattr(image_encoder.MediaEncoder, "encode",
                         lambda self, arrays: encoded.append(1) or real(self, arrays))
 
     def cached(prompt):

@@ -19,9 +19,10 @@ from image_models import (
 import llmc
 from llmc.artifacts.manifest import read_manifest
 from llmc.compiler.check.execute import run_chips
+from llmc.compiler.frontend import export
 from llmc.compiler.options import CompileOptions
 from llmc.compiler.preflight import About, check_model
-from llmc.runtime.engines import media_encoders
+from llmc.runtime.engines import image_encoder
 
 COMMON = ("llava",)  # the others are thorough
 
@@ -74,8 +75,8 @@ def test_prefix_caching_distinguishes_images(model):
 
 def test_an_image_is_encoded_once(model, monkeypatch):
     encoded = []
-    real = media_encoders.MediaEncoder.encode
-    monkeypatch.setattr(media_encoders.MediaEncoder, "encode",
+    real = image_encoder.MediaEncoder.encode
+    monkeypatch.setattr(image_encoder.MediaEncoder, "encode",
                         lambda self, arrays: encoded.append(1) or real(self, arrays))
     with llmc.LLM(model[1], prefix_reuse=False) as llm:
         prompt = prompts_of(llm)[1]
@@ -129,10 +130,14 @@ def test_bad_input_is_named_and_leaves_other_prompts_alone(model, tmp_path):
         assert len(llm.generate("fine", GREEDY)[0].token_ids) == 10
 
 
-def test_a_model_that_uses_rows_in_another_way_is_refused_before_the_export(tmp_path):
-    write_model("gemma3", tmp_path)
-    with pytest.raises(llmc.LlmcError, match="tokens of an image that see each other.*"
-                                             "--language_model_only"):
+def test_an_encoder_that_does_not_fit_is_refused_before_the_language_model_is_exported(
+        tmp_path, monkeypatch):
+    write_model("llava", tmp_path)
+    path = tmp_path / "processor_config.json"
+    path.write_text(path.read_text().replace('"default"', '"full"'))
+    monkeypatch.setattr(export, "_export_part", lambda *args, **named: pytest.fail("exported"))
+    with pytest.raises(llmc.LlmcError, match="gives an image 65 tokens, the image encoder of "
+                                             "'llava' 64 rows"):
         llmc.compile(tmp_path, tmp_path / "case")
 
 

@@ -13,16 +13,26 @@ from image_models import (
     prompts_of,
     write_model,
 )
-from schedule_interpreter import LIMITS, Interpreters, interpreted
+from schedule_interpreter import (
+    LIMITS,
+    Interpreters,
+    interpreted,
+    interpreted_image_encoder,
+)
 
 import llmc
 from llmc.artifacts.manifest import read_manifest
+from llmc.artifacts.program import read_image_program
 from llmc.compiler.check import diff as diff_module
+from llmc.compiler.check import images as check_images
 from llmc.runtime.engines import host
 from llmc.runtime.engines.cuda import step_arrays
+from llmc.runtime.engines.cuda_image_encoder import declare_image_program, limits_of
 
 COMMON = ("llava", 1)  # the others are thorough
-# Chunks end within images.
+# Tokens of a step for prompts whose tokens all see each other.
+STEPS = {"paligemma": 80, "paligemma2": 80}
+# Chunks end within images, unless their tokens see each other.
 SHORT_STEPS = replace(LIMITS, max_tokens=24, max_slots=4)
 AHEAD = replace(SHORT_STEPS, ahead=2, max_drafts=15, proposes=True, prompt_lookup=True,
                 drafts_ahead=True)
@@ -37,7 +47,8 @@ def test_families_generate_as_transformers(name, tp_size, tmp_path):
     model = write_model(name, tmp_path / "hf")
     llmc.compile(tmp_path / "hf", tmp_path / "case", tp_size=tp_size, target="cuda",
                  dtype="float32")
-    with interpreted(tmp_path / "case", SHORT_STEPS) as llm:
+    with interpreted(tmp_path / "case", replace(
+            SHORT_STEPS, max_tokens=STEPS.get(name, SHORT_STEPS.max_tokens))) as llm:
         prompts = prompts_of(llm)
         for prompt, completion in zip(prompts, llm.generate(prompts, GREEDY), strict=True):
             assert_generates(model, llm, prompt, completion)
@@ -78,6 +89,30 @@ def test_the_engine_accepts_the_steps_of_positions_by_axis(extension, by_axis, s
                 deep_embeds=np.zeros((2, rows, width), np.float32))))
 
 
+def test_the_engine_accepts_the_program_of_an_encoder(extension, by_axis):
+    """Its tensors and nodes are declared without a GPU; wrong ones are refused."""
+    _, case = by_axis
+    manifest = read_manifest(case)
+    assert [step.path for step in manifest.image.steps] == ["chip0/image.onnx", "chip0/image.json"]
+    program, stored = read_image_program(manifest, case)
+    limits = limits_of(program, 512, 128, 64)
+    numbers, weights = declare_image_program(extension.Program(**limits), program)
+    assert len(numbers) == len(program.tensors) and weights.keys() == stored.keys()
+    for name, dtype, shape, words in (
+            ("pixels", "float32", [-1, 8], "unknown input of an image encoder 'pixels'"),
+            ("cos", "float16", [-1, 8], "is of float16 and has 2 axes, expected float32"),
+            ("merged_rows.1", "int64", [-1], "merged_rows.1 is of int64")):
+        with pytest.raises(extension.CudaError, match=words):
+            extension.Program(**limits).add_array(name, dtype, shape)
+    declared = extension.Program(**limits)
+    patches = declared.add_array("patches", "float32", [-1, 8])
+    value = declared.add_value("float32", [-1, 8], 0, False)
+    with pytest.raises(extension.CudaError, match="is patches, which only an input 'x' takes"):
+        declared.add_node("Add", {}, [value, patches], [value])
+    with pytest.raises(extension.CudaError, match="0 outputs"):
+        declared.set_outputs([])
+
+
 def test_drafts_of_steps_in_flight_have_positions_after_the_images(by_axis):
     """Of a step whose number of accepted drafts the host does not know yet."""
     _, case = by_axis
@@ -94,10 +129,33 @@ def test_drafts_of_steps_in_flight_have_positions_after_the_images(by_axis):
             [each.chosen for each in other.logprobs], abs=1e-4)
 
 
+@pytest.mark.thorough
+def test_the_engine_accepts_the_steps_of_bidirectional_ranges(extension, tmp_path, steps):
+    model = write_model("gemma3", tmp_path / "hf")
+    llmc.compile(tmp_path / "hf", tmp_path / "case", target="cuda", dtype="float32")
+    with interpreted(tmp_path / "case", SHORT_STEPS) as llm:
+        prompt = prompts_of(llm)[1]
+        completion, = llm.generate([prompt], GREEDY)
+        assert_generates(model, llm, prompt, completion)
+    manifest = read_manifest(tmp_path / "case")
+    program = build(extension, manifest, schedules_of(tmp_path / "case", 0))
+    step = next(own for own in steps if len(own.bidirectional_ranges))
+    rows = sum(count for *_, count in step.media_rows.tolist())
+    given = replace(step.without_media(),
+                    embeds=np.zeros((rows, manifest.embeds_width), np.float32))
+    program.check_step(LIMITS.num_blocks, *step_arrays(given))
+    beyond = given.bidirectional_ranges.copy()
+    beyond[beyond[:, 1] > 0, 1] = step.past_lens[0] + step.num_tokens + 1
+    with pytest.raises(RuntimeError, match="has the range .* expected one of its position"):
+        program.check_step(LIMITS.num_blocks,
+                           *step_arrays(replace(given, bidirectional_ranges=beyond)))
+
+
 def test_diff_compares_images(by_axis, tmp_path, monkeypatch):
     _, case = by_axis
     monkeypatch.setattr(diff_module, "device_count", lambda: 8)
     monkeypatch.setattr(diff_module, "GpuReplica",
                         lambda manifest, case, placements, room: Interpreters(case))
+    monkeypatch.setattr(check_images, "load_image_encoder", interpreted_image_encoder)
     monkeypatch.setattr(diff_module, "MAX_LOGITS", 50)  # a chunk ends within an image
     assert_image_diff(case, tmp_path)

@@ -6,6 +6,8 @@ import math
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import families
 import numpy as np
@@ -99,6 +101,48 @@ def test_the_cores_share_a_step_of_several_texts(made, bert):
     assert_equal_rows(bert.embed(texts), made[1]["bert"], texts, "mean")
     threads.run = run
     assert max(groups) > 1
+
+
+def test_a_text_alone_is_computed_in_the_caller_s_thread(made, bert):
+    texts, threads = random_texts(3, 20, seed=11), []
+    engine = bert._loops[0]._engine
+    submit = engine.submit
+    engine.submit = lambda step: (threads.append(threading.current_thread()), submit(step))[1]
+    try:
+        for text in texts:
+            assert_equal_rows(bert.embed([text]), made[1]["bert"], [text], "mean")
+    finally:
+        engine.submit = submit
+    assert threads == [threading.current_thread()] * 3
+
+
+def test_a_text_beside_others_waits_for_its_step(made, bert):
+    text, = random_texts(1, 20, seed=12)
+    with ThreadPoolExecutor(1) as threads, bert._loops[0]._turn:
+        waiting = threads.submit(bert.embed, [text])
+        assert not wait([waiting], 0.2).done
+        assert bert.stalled_seconds() > 0  # it was added
+        bert._loops[0]._turn.release()
+        try:
+            assert_equal_rows(waiting.result(), made[1]["bert"], [text], "mean")
+        finally:
+            bert._loops[0]._turn.acquire()
+
+
+def test_an_interrupted_text_leaves_the_model_to_others(made):
+    text, = random_texts(1, 20, seed=13)
+    with llmc.LLM(made[0] / "bert.case") as llm:
+        def interrupted(step):
+            raise KeyboardInterrupt
+
+        engine = llm._loops[0]._engine
+        pool, engine._pool = engine._pool, interrupted
+        with pytest.raises(KeyboardInterrupt):
+            llm.embed([text])
+        engine._pool = pool
+        assert_equal_rows(llm.embed([text]), made[1]["bert"], [text], "mean")
+    with pytest.raises(llmc.LlmcError, match="closed"):
+        llm.embed([text])
 
 
 def test_long_texts_of_a_causal_model_are_computed_in_chunks(made):

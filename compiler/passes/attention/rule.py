@@ -10,7 +10,12 @@ from typing import Any
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.manifest import HIDDEN, INPUT_FEATURES, ROTARY_POSITIONS
+from llmc.artifacts.manifest import (
+    BIDIRECTIONAL_RANGES,
+    HIDDEN,
+    INPUT_FEATURES,
+    ROTARY_POSITIONS,
+)
 from llmc.compiler.graph.probe import (
     ELEMENTWISE,
     LAYOUT,
@@ -34,7 +39,7 @@ from llmc.compiler.graph.rewrite import (
     values_of,
     weight,
 )
-from llmc.compiler.graph.sdpa import MODEL_CACHE, SDPA
+from llmc.compiler.graph.sdpa import MODEL_CACHE, SDPA, WINDOWED
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.attention.bias import Bias, score_bias
 from llmc.compiler.passes.attention.gates import join_before_gates
@@ -97,6 +102,9 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
             return match
         if _cache_of(node) in written and {"sinks", "bias"} & operands(node).keys():
             return NoMatch("a bias or sinks in attention to another layer's KV cache", node)
+        if _cache_of(node) in written and node.attrs.get("bidirectional"):
+            return NoMatch("bidirectional attention within images to another layer's KV cache",
+                           node)
         if _cache_of(node) in written and _has_axes(match):
             return NoMatch("a rotary embedding by several positions of each token in attention to "
                            "another layer's KV cache", node)
@@ -218,7 +226,8 @@ def _check(graph: gs.Graph, node: gs.Node, data: set[int], settings: Settings,
         return _CrossAttention(node, query, key, value, num_kv_heads, value_dim, output, bias)
     # Other readers of the same keys would miss them in a latent cache.
     plain = node.attrs["causal"] and query.heads.scale is None and not by_axis \
-        and not any(node.attrs[field] for field in ("window", "chunk", "softcap")) \
+        and not any(node.attrs.get(field) for field in ("window", "chunk", "softcap",
+                                                        "bidirectional")) \
         and not given.keys() - {"query", "key", "value", "sinks"} \
         and len(consumers(graph, node.inputs[1])) == 1
     return _Attention(node, query, key, value, num_kv_heads, value_dim, output, bias,
@@ -335,6 +344,10 @@ def _rewrite(graph: gs.Graph, match: _Attention, settings: Settings,
     caches, updated = _caches(graph, match, settings)
     inputs |= {**_bias(match), **caches, "sinks": operands(match.node).get("sinks"),
                "qkv": merged_projection(graph, match.branches, match.output)}
+    if kind := match.node.attrs.get("bidirectional"):
+        attrs["windowed_ranges"] = int(kind == WINDOWED)
+        inputs[BIDIRECTIONAL_RANGES] = graph_input(
+            graph, BIDIRECTIONAL_RANGES, (*_tokens_of(match.output.shape), 2))
     replace(graph, CAUSAL_ATTENTION, inputs, [_whole_heads(graph, match), *updated], attrs)
     return _Cached(*updated)
 
@@ -439,14 +452,18 @@ def _add_axes(graph: gs.Graph, shape: Sequence[str | int] | None, axes: tuple[in
 
     `shape` is that of attention's output.
     """
-    inputs["rotary_positions"] = graph_input(
-        graph, ROTARY_POSITIONS, (*(("batch", "seq") if shape is None else shape[:-1]), AXES))
+    inputs["rotary_positions"] = graph_input(graph, ROTARY_POSITIONS, (*_tokens_of(shape), AXES))
     values = np.array(axes, np.int32)
     key = b"axes" + values.tobytes()
     if key not in shared:
         suffix = f".{len(shared)}" if any(key.startswith(b"axes") for key in shared) else ""
         shared[key] = gs.Constant(f"rotary.axes{suffix}", Weight.of(values)),
     inputs["rotary_axes"], = shared[key]
+
+
+def _tokens_of(shape: Sequence[str | int] | None) -> Sequence[str | int]:
+    """The axes of tokens of a result of this shape."""
+    return ("batch", "seq") if shape is None else shape[:-1]
 
 
 def _add_norms(match: _Attention, names: Sequence[str], attrs: dict[str, Any],

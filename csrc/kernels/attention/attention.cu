@@ -182,11 +182,13 @@ __global__ void __launch_bounds__(kWarps * 32)
   const int token = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int sequence = kFused ? token : sequence_of(p, token);
   const int position = p.past_lens[sequence] + (kFused ? 0 : token - start_of(p, sequence));
-  const int begin = first_visible(p, position), count = position + 1 - begin;
+  const int32_t* const range = kFused ? nullptr : range_of(p, token);
+  const int begin = first_visible(p.window, p.chunk, range, p.windowed_ranges, position);
+  const int end = last_visible(range, position) + 1, count = end - begin;
   const int used = min(parts, (count + kMinKeysPerSplit - 1) / kMinKeysPerSplit), part = blockIdx.z;
   if (part >= used) return;
   const int per_part = (count + used - 1) / used;
-  const int from = begin + part * per_part, to = min(position + 1, from + per_part);
+  const int from = begin + part * per_part, to = min(end, from + per_part);
 
   const CacheRows row(p, sequence, kv_head);
   C* keys = static_cast<C*>(p.key_cache);

@@ -40,6 +40,19 @@ __device__ __forceinline__ int first_visible(int window, int chunk, int position
 __device__ __forceinline__ int first_visible(const AttentionParams& p, int position) {
   return first_visible(p.window, p.chunk, position);
 }
+// The first and the last position that the query of a packed token sees. Both do not decrease from
+// one token of a sequence to the next. `range`: the token's, or null.
+__device__ __forceinline__ int first_visible(int window, int chunk, const int32_t* range,
+                                             bool windowed_ranges, int position) {
+  const int first = first_visible(window, chunk, position);
+  return range == nullptr || windowed_ranges || range[1] == 0 ? first : min(first, range[0]);
+}
+__device__ __forceinline__ int last_visible(const int32_t* range, int position) {
+  return range == nullptr ? position : max(position, range[1] - 1);
+}
+__device__ __forceinline__ const int32_t* range_of(const AttentionParams& p, int token) {
+  return p.ranges == nullptr ? nullptr : p.ranges + 2 * static_cast<int64_t>(token);
+}
 // Decoding with a shared prefix: whether a sequence shares it, and the first position that it
 // attends to by itself.
 __device__ __forceinline__ bool shares_prefix(const AttentionParams& p, int sequence) {

@@ -251,7 +251,8 @@ __global__ void __launch_bounds__(kPrepareWarps * 32) prepare_heads_kernel(Prepa
   pdl_wait();
   pdl_launch_dependents();
   const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, dim = p.head_dim;
-  const int position = row - p.cu_seqlens[sequence_of(p.cu_seqlens, p.batch, row)];
+  const int position =
+      p.rotary_by_row ? row : row - p.cu_seqlens[sequence_of(p.cu_seqlens, p.batch, row)];
   AttentionParams how{};  // what norm_and_rope reads
   how.cos = p.cos, how.sin = p.sin;
   how.head_dim = dim, how.rotary_dim = p.rotary_dim;

@@ -33,16 +33,17 @@ bool has_bidirectional_mma(DType dtype, const BidirectionalParams& params);
 cudaError_t bidirectional_mma(DType dtype, const BidirectionalParams& params, cudaStream_t stream);
 
 // Copies heads to dense rows. Queries and keys are normalized, then rotated by their position in
-// the sequence; or the other way round with norm_after_rotary. Both need keys in the queries' rows.
+// the sequence, or with rotary_by_row by their row; or the other way round with norm_after_rotary.
+// Both need keys in the queries' rows.
 struct PrepareHeadsParams {
   void *query_out, *key_out, *value_out;  // T [num_tokens or num_keys, heads * head_dim]
   const void *query, *key, *value;        // as in BidirectionalParams
   int64_t query_stride, key_stride, value_stride;
   const int32_t* cu_seqlens;     // [batch + 1]
-  const float *cos, *sin;        // [positions, rotary_dim / 2] or null
+  const float *cos, *sin;        // [positions or num_tokens, rotary_dim / 2] or null
   const float *q_norm, *k_norm;  // [head_dim] or null
   int num_tokens, num_keys, batch, num_heads, num_kv_heads, head_dim, rotary_dim;
-  bool interleaved, norm_after_rotary;
+  bool interleaved, norm_after_rotary, rotary_by_row;
   float norm_epsilon;
 };
 cudaError_t prepare_heads(DType dtype, const PrepareHeadsParams& params, cudaStream_t stream);

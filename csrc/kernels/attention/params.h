@@ -47,6 +47,9 @@ struct AttentionParams {
   const float*
       query_scale;     // float32 [max_positions] or null: a factor of the query at each position
   const float* sinks;  // float32 [num_heads] or null: logits of attention sinks
+  // [num_tokens, 2] or null: first position and the one after the last of each token's
+  // bidirectional range; 0, 0: none. Not for decoding.
+  const int32_t* ranges;
   void* queries;  // T [num_tokens, num_heads * head_dim], after RoPE; unused in decoding without a
                   // prefix
   void* scratch;  // attention_scratch() bytes, for partial results of KV splits
@@ -66,7 +69,8 @@ struct AttentionParams {
   bool vanilla;        // use the per-token kernel, which supports everything; not for decoding
   bool float8;         // the caches are FP8
   bool norm_after_rotary;
-  bool reads;         // cross-layer KV sharing: another layer has written the new positions
+  bool windowed_ranges;  // the window also hides positions of the query's range
+  bool reads;            // cross-layer KV sharing: another layer has written the new positions
   bool several_rows;  // decoding: consecutive rows may be the last token and drafts of one sequence
   bool appended;      // append() has written the new positions
   float scale, softcap, norm_epsilon;
@@ -86,9 +90,9 @@ bool can_share_prefix(DType dtype, const AttentionParams& params);
 int64_t prefix_scratch(int batch, int num_heads, int num_kv_heads, int head_dim);
 cudaError_t prefix_attention(DType dtype, const AttentionParams& params, cudaStream_t stream);
 
-// Whether the wgmma prefill kernel serves these prompts. It is faster than cuDNN's where blocks are
-// contiguous. Where they are scatter_mxfp4_bits, both are equal for very long prompts
-// (bench/attention_gpu.py).
+// Whether the wgmma prefill kernel serves these prompts: not those with ranges. It is faster than
+// cuDNN's where blocks are contiguous. Where they are scatter_mxfp4_bits, both are equal for very
+// long prompts (bench/attention_gpu.py).
 bool has_prefill_sm90(DType dtype, const AttentionParams& params);
 
 // Sequence lengths for a library's kernel, for `rows` rows, the last ones possibly empty: the

@@ -8,7 +8,7 @@ namespace {
 
 using namespace device;
 
-// Keys in the KV cache; causal, with a window or chunk.
+// Keys in the KV cache; causal, with a window or chunk, and with bidirectional ranges.
 template <typename T, typename C>
 struct CacheKeys {
   using Params = AttentionParams;
@@ -20,6 +20,9 @@ struct CacheKeys {
         value(static_cast<const C*>(p.value_cache)),
         window_(p.window),
         chunk_(p.chunk),
+        last_(past + device::start_of(p, sequence + 1) - device::start_of(p, sequence) - 1),
+        windowed_ranges_(p.windowed_ranges),
+        ranges_(range_of(p, device::start_of(p, sequence))),
         rows_(p, sequence, kv_head) {}
   static __device__ int start_of(const Params& p, int b) { return device::start_of(p, b); }
   static __device__ const T* query(const Params& p, int row, int head) {
@@ -28,15 +31,24 @@ struct CacheKeys {
   }
   static __device__ const float* sinks(const Params& p) { return p.sinks; }
   static __device__ float out_scale_inverse(const Params& p) { return p.out_scale_inverse; }
-  __device__ int first_seen(int i) const { return first_visible(window_, chunk_, i); }
-  __device__ int last_seen(int i) const { return i; }
+  __device__ int first_seen(int i) const {
+    return first_visible(window_, chunk_, range(i), windowed_ranges_, i);
+  }
+  __device__ int last_seen(int i) const { return last_visible(range(i), i); }
   __device__ int64_t row(int j) const { return rows_(j); }
 
   const int past;
   const C *const key, *const value;
 
  private:
-  const int window_, chunk_;
+  // That of the query at position i; there may be none after the sequence's last one.
+  __device__ const int32_t* range(int i) const {
+    return ranges_ == nullptr || i > last_ ? nullptr : ranges_ + 2 * (i - past);
+  }
+
+  const int window_, chunk_, last_;
+  const bool windowed_ranges_;
+  const int32_t* const ranges_;  // of the sequence's first query
   const CacheRows rows_;
 };
 

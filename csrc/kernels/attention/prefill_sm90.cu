@@ -418,7 +418,7 @@ bool has_prefill_sm90(DType dtype, const AttentionParams& p) {
   if (group > kRows || p.num_tokens / (kRows / group) + p.batch > 65535)
     return false;  // maximum grid dimension
   return (dtype == DType::kFloat16 || dtype == DType::kBFloat16) && !p.float8 && p.softcap == 0 &&
-         p.block_table != nullptr && p.block_size >= kPrefillUnit &&
+         p.block_table != nullptr && p.ranges == nullptr && p.block_size >= kPrefillUnit &&
          (p.head_dim == 64 || p.head_dim == 128 || p.head_dim == 256) &&
          device_attribute<cudaDevAttrComputeCapabilityMajor>() == 9 &&
          tensor_map_encoder() != nullptr;

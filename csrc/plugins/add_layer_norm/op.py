@@ -1,4 +1,8 @@
-"""sum = x + residual; y = LayerNorm(sum)."""
+"""sum = x + residual; y = LayerNorm(sum).
+
+ONNX Runtime's SkipLayerNormalization takes 2 to 9 times as long on CPUs as the two ops of the body
+(1.32; 512 rows of 384 columns: 1,056 and 150 us).
+"""
 
 from collections.abc import Mapping
 
@@ -28,9 +32,6 @@ OP = Op(
     body=lambda fields, present: "sum = Add(x, residual)\n"
         f"y = LayerNormalization<axis=-1, epsilon={fields['epsilon']!r}>"
         f"(sum, weight{_bias(present)})",
-    bodies={"cpu": lambda fields, present:
-            "y, mean, scale, sum = com.microsoft.SkipLayerNormalization"
-            f"<epsilon={fields['epsilon']!r}>(x, residual, weight{_bias(present)})"},
     float32_inputs=frozenset({"weight", "bias"}),
     reference=_reference,
     samples=norm_samples(residual=True, bias=True),

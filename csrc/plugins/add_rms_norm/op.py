@@ -1,4 +1,8 @@
-"""sum = x + residual; y = RMSNorm(sum)."""
+"""sum = x + residual; y = RMSNorm(sum).
+
+ONNX Runtime's SkipSimplifiedLayerNormalization takes 1.2 to 2.9 times as long on CPUs as the two
+ops of the body (1.32; 512 rows of 384 columns: 230 and 90 us).
+"""
 
 from collections.abc import Mapping
 
@@ -23,9 +27,6 @@ OP = Op(
     dims=norm_dims,
     body=lambda fields, present: "sum = Add(x, residual)\n"
         f"y = RMSNormalization<axis=-1, epsilon={fields['epsilon']!r}>(sum, weight)",
-    bodies={"cpu": lambda fields, present:
-            "y, mean, scale, sum = com.microsoft.SkipSimplifiedLayerNormalization"
-            f"<epsilon={fields['epsilon']!r}>(x, residual, weight)"},
     float32_inputs=frozenset({"weight"}),
     reference=_reference,
     samples=norm_samples(residual=True, bias=False),

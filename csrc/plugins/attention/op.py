@@ -28,6 +28,9 @@ the same op with other lengths.
                             query_scale use positions in the cache in any case
     rotary_axes             int32 [rotary_dim / 2], with rotary_positions: the column of it that
                             each pair of elements is rotated by
+    bidirectional_ranges    int32 [num_tokens, 2], optional: first position and the one after the
+                            last of the range of each token, such as an image, whose tokens see each
+                            other; [0, 0]: none. All new tokens of a range are in the same step
     out                     [num_tokens, num_heads * head_dim]; with an `out_scale`, which excludes
                             biases, divided by it and quantized to float8_e4m3fn
 
@@ -35,7 +38,8 @@ the same op with other lengths.
 `scale` 0 means head_dim ** -0.5. `kv_dtype` "" is the dtype of the computation. With
 "float8_e4m3fn" the caches hold keys and values rounded to that, saturated at 448, and all queries
 see the rounded ones, also of new tokens. With a `window`, key j is visible to query i iff
-i - window < j <= i; with a `chunk`, iff j <= i and j / chunk = i / chunk.
+i - window < j <= i; with a `chunk`, iff j <= i and j / chunk = i / chunk. Of its range, a query
+sees the keys after it, too, and with `windowed_ranges` 0 all keys before the window.
 
 Comments below use T new tokens, B sequences, S new tokens of the longest sequence, L positions
 filled afterwards in the fullest cache row, D head_dim.
@@ -74,9 +78,18 @@ def _check_axes(present: frozenset[str]) -> None:
         raise ValueError("rotary_positions and rotary_axes need each other, cos and sin")
 
 
+def _check_ranges(fields: Fields, present: frozenset[str]) -> None:
+    """Raise ValueError if bidirectional ranges are combined with chunks or biases."""
+    others = sorted(present & {"distance_bias", "key_bias"})
+    others += ["chunk"] if fields["chunk"] else []
+    if "bidirectional_ranges" in present and others:
+        raise ValueError(f"bidirectional_ranges is not supported with {others[0]}")
+
+
 def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     check_heads(fields)
     _check_axes(present)
+    _check_ranges(fields, present)
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     rotary, paged = fields["rotary_dim"], "block_table" in present
     if {"cos", "sin"} <= present:
@@ -95,7 +108,8 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
             "block_table": ("batch", "blocks_of_a_sequence"),
             "distance_bias": (heads, "distances"), "sinks": (heads,),
             "key_bias": (heads, positions), "query_scale": (positions,),
-            "rotary_positions": ("num_tokens", AXES), "rotary_axes": (rotary // 2,)}
+            "rotary_positions": ("num_tokens", AXES), "rotary_axes": (rotary // 2,),
+            "bidirectional_ranges": ("num_tokens", 2)}
 
 
 def _scale(fields: Fields) -> float:
@@ -106,34 +120,52 @@ def _ints(name: str, *values: int) -> str:
     return f"{name} = Constant<value_ints=[{', '.join(map(str, values))}]>()"
 
 
-# The sequence of each token, its position in it, and the mapping between packed and padded. It
-# does not depend on the layer: ONNX Runtime computes it once for all layers of a graph.
-_TOKENS = "\n".join([
+# Lengths of sequences.
+_LENGTHS = [
     _ints("c0", 0), _ints("c1", 1), _ints("last", -1), _ints("int_max", 2**31 - 1),
     "zero = Constant<value_int=0>()",
     "one = Constant<value_int=1>()",
-    "minus_one = Constant<value_int=-1>()",
     "cu = Cast<to=7>(cu_seqlens)",
     "starts = Slice(cu, c0, last)",
     "ends = Slice(cu, c1, int_max)",
-    "starts_column = Unsqueeze(starts, c1)",
-    "num_tokens = Gather(cu, minus_one)",
-    "token = Range(zero, num_tokens, one)",
-    "token_column = Unsqueeze(token, c1)",
-    "ended = GreaterOrEqual(token_column, ends)",
-    "ended_int = Cast<to=7>(ended)",
-    "sequence = ReduceSum<keepdims=0>(ended_int, c1)",  # [T]
-    "start = Gather(starts, sequence)",
-    "offset = Sub(token, start)",  # [T]
     "lengths = Sub(ends, starts)",
     "longest = ReduceMax<keepdims=0>(lengths)",
-    "step = Range(zero, longest, one)",
-    "beyond = Add(starts_column, step)",
-    "final = Sub(num_tokens, one)",
-    "pad = Min(beyond, final)",  # [B, S]: the token at each padded position, arbitrary for padding
-    "first_place = Mul(sequence, longest)",
-    "place = Add(first_place, offset)",  # [T]: each token's position in the padded [B * S]
-])
+]
+
+
+def _places(own: str = "") -> list[str]:
+    """Return lines for the sequence and position of each token, and its place in padded rows.
+
+    Args:
+        own: suffix of constants, in a branch of If. ONNX Runtime would not merge constants that
+            branches of several layers read, nor nodes that read them.
+    """
+    zero, one, c1 = f"zero{own}", f"one{own}", f"c1{own}"
+    constants = [f"{zero} = Constant<value_int=0>()", f"{one} = Constant<value_int=1>()",
+                 _ints(c1, 1)] if own else []
+    return [
+        *constants,
+        "minus_one = Constant<value_int=-1>()",
+        f"starts_column = Unsqueeze(starts, {c1})",
+        "num_tokens = Gather(cu, minus_one)",
+        f"token = Range({zero}, num_tokens, {one})",
+        f"token_column = Unsqueeze(token, {c1})",
+        "ended = GreaterOrEqual(token_column, ends)",
+        "ended_int = Cast<to=7>(ended)",
+        f"sequence = ReduceSum<keepdims=0>(ended_int, {c1})",  # [T]
+        "start = Gather(starts, sequence)",
+        "offset = Sub(token, start)",  # [T]
+        f"step = Range({zero}, longest, {one})",
+        "beyond = Add(starts_column, step)",
+        f"final = Sub(num_tokens, {one})",
+        "pad = Min(beyond, final)",  # [B, S]: the token at each padded position; padding: arbitrary
+        "first_place = Mul(sequence, longest)",
+        "place = Add(first_place, offset)",  # [T]: each token's position in the padded [B * S]
+    ]
+
+
+# They do not depend on the layer: ONNX Runtime computes them once for all layers of a graph.
+_TOKENS = "\n".join([*_LENGTHS, *_places()])
 
 _PAST = "past = Cast<to=7>(past_lens)"
 
@@ -315,6 +347,8 @@ def _attend(q: str, fields: Fields, present: frozenset[str]) -> list[str]:
         "j = Range(zero, fullest_scalar, one)",
         "past_column = Unsqueeze(past, c1)",
         "padded_position = Add(past_column, step)",
+        *(["padded_ranges = Gather<axis=0>(bidirectional_ranges, pad)"]
+          if "bidirectional_ranges" in present else []),
         *_weights(fields, present, "padded_position"), *_out(fields),
     ]
 
@@ -336,8 +370,12 @@ def _out(fields: Fields) -> list[str]:
             "rows = Reshape(by_token, rows_shape)", "out = Gather<axis=0>(rows, place)"]
 
 
-def _weights(fields: Fields, present: frozenset[str], position: str) -> list[str]:
-    """Return lines from scores to attention weights, with masks for `position`, [B, S]."""
+def _weights(fields: Fields, present: frozenset[str], position: str,
+             ranges: str = "padded_ranges") -> list[str]:
+    """Return lines from scores to attention weights, with masks for `position`, [B, S].
+
+    `ranges`, [B, S, 2], are bidirectional ranges.
+    """
     lines = [f"scale = Constant<value_float={float(_scale(fields))!r}>()",
              "scaled = Mul(products, scale)"]
     scores, visible = "scaled", "causal"
@@ -347,6 +385,10 @@ def _weights(fields: Fields, present: frozenset[str], position: str) -> list[str
                   "capped = Mul(bounded, cap)"]
         scores = "capped"
     lines += [f"i = Unsqueeze({position}, c2)", "causal = LessOrEqual(j, i)"]
+    ranged = "bidirectional_ranges" in present
+    if ranged:  # [B, S, L]: whether a key is in the query's range
+        lines += [*_in_range(ranges), "causal_or_ranged = Or(causal, in_range)"]
+        visible = "causal_or_ranged"
     if "distance_bias" in present:
         lines += [*_distance_bias(fields), f"biased = Add({scores}, bias)"]
         scores = "biased"
@@ -360,8 +402,11 @@ def _weights(fields: Fields, present: frozenset[str], position: str) -> list[str
     if fields["window"]:
         lines += [f"window = Constant<value_int={fields['window']}>()",
                   "edge = Sub(i, window)", "recent = Greater(j, edge)",
-                  "causal_recent = And(causal, recent)"]
-        visible = "causal_recent"
+                  f"visible_recent = And({visible}, recent)"]
+        visible = "visible_recent"
+        if ranged and not fields["windowed_ranges"]:
+            lines += ["recent_or_ranged = Or(visible_recent, in_range)"]
+            visible = "recent_or_ranged"
     if fields["chunk"]:
         lines += [*_chunk_start(fields, "i"), "in_chunk = GreaterOrEqual(j, chunk_start)",
                   f"visible_in_chunk = And({visible}, in_chunk)"]
@@ -371,6 +416,14 @@ def _weights(fields: Fields, present: frozenset[str], position: str) -> list[str
             f"masked = Where(visible, {scores}, never)",
             *(_with_sinks(fields) if "sinks" in present else
               ["weights = Softmax<axis=-1>(masked)"])]
+
+
+def _in_range(ranges: str) -> list[str]:
+    """Return lines for `in_range` of positions j, [L], and ranges [..., 2]: [..., L]."""
+    return [f"ranges = Cast<to=7>({ranges})",
+            "range_start, range_end = Split<axis=-1, num_outputs=2>(ranges)",
+            "after_start = GreaterOrEqual(j, range_start)", "before_end = Less(j, range_end)",
+            "in_range = And(after_start, before_end)"]
 
 
 def _chunk_start(fields: Fields, position: str) -> list[str]:
@@ -421,7 +474,7 @@ def _uniform(fields: Fields, present: frozenset[str]) -> str | None:
 
     num_tokens is batch * S. Padding tokens are written to the cache after the sequence's end.
     """
-    if "block_table" in present or fields["kv_dtype"]:
+    if present & {"block_table", "bidirectional_ranges"} or fields["kv_dtype"]:
         return None
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     split, q, k, v = _heads(fields, present, rotate="cos" in present)
@@ -473,7 +526,8 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     Every sequence is treated as having S new tokens. Padding tokens are written to the cache after
     the sequence's end, and overwritten later. The kernel takes heads of a multiple of 8, rotates
     only multiples of 16 by positions in the cache, and has no per-head norms; the rest is computed
-    before it. Chunks are a bias. `_group_query_lengths` has the supported lengths.
+    before it. Chunks are a bias. Queries with a bidirectional range are computed again after it,
+    see `_ranged`. `_group_query_lengths` has the supported lengths.
     """
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     if dim % 8 or fields["kv_dtype"] or present & {"block_table", "distance_bias", "key_bias"}:
@@ -482,11 +536,11 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     kernel_rotates = "cos" in present and dim % 16 == 0 and fields["rotary_dim"] % 16 == 0 \
         and not (normed and fields["norm_after_rotary"]) and "rotary_positions" not in present
     rotate = "cos" in present and not kernel_rotates
-    scaled = "query_scale" in present
-    lines, qkv = [_TOKENS, _PAST], "qkv"
+    scaled, ranged = "query_scale" in present, "bidirectional_ranges" in present
+    lines, qkv = [_TOKENS, _PAST, *([_POSITIONS] if rotate or scaled or ranged else [])], "qkv"
     if rotate or normed or scaled:
         split, q, k, v = _heads(fields, present, rotate)
-        lines += [*([_POSITIONS] if rotate or scaled else []), *split,
+        lines += [*split,
                   f"joined = Concat<axis=1>({q}, {k}, {v})",
                   _ints("packed_shape", 0, (heads + 2 * kv_heads) * dim),
                   "prepared = Reshape(joined, packed_shape)"]
@@ -513,8 +567,63 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
         f"local_window_size={fields['window'] or -1}>({', '.join(given)})",
         _ints("rows_shape", -1, heads * dim),
         "rows = Reshape(attended, rows_shape)",
-        "out = Gather<axis=0>(rows, place)",
+        *(_ranged(qkv, kernel_rotates, fields, present) if ranged else
+          ["out = Gather<axis=0>(rows, place)"]),
     ])
+
+
+def _ranged(qkv: str, rotate: bool, fields: Fields, present: frozenset[str]) -> list[str]:
+    """Return lines for `out` from `rows`, causal attention of one sequence, and its caches.
+
+    The R queries with a range are computed again. Without any, no key is read.
+
+    Args:
+        qkv: name of packed rows.
+        rotate: whether their queries are not yet rotated.
+    """
+    heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
+    query, rotated = "ranged_heads", list[str]()
+    if rotate:
+        query = "ranged_rotated"
+        rotated = ["ranged_column = Unsqueeze(ranged_position, c1)",
+                   f"ranged_rotated = RotaryEmbedding<interleaved={fields['interleaved']}, "
+                   f"num_heads={heads}, rotary_embedding_dim={fields['rotary_dim']}>"
+                   f"(ranged_heads, cos, sin, ranged_column)"]
+    return [
+        _ints("c2", 2), _ints("c12", 1, 2),
+        "causal_out = Gather<axis=0>(rows, place)",
+        "range_ends = Gather<axis=1>(bidirectional_ranges, one)",
+        "zero32 = Cast<to=6>(zero)", "has_range = Greater(range_ends, zero32)",
+        "ranged_row = NonZero(has_range)",  # [1, R]
+        "ranged_token = Squeeze(ranged_row, c0)",
+        "ranged_rows = Gather<axis=0>(bidirectional_ranges, ranged_row)",  # [1, R, 2]
+        "ranged_positions = Gather(position, ranged_row)",  # [1, R]
+        "ranged_position = Gather(position, ranged_token)",
+        f"ranged_qkv = Gather<axis=0>({qkv}, ranged_token)",
+        _ints("query_columns", heads * dim),
+        "ranged_query = Slice(ranged_qkv, c0, query_columns, c1)",
+        _ints("ranged_shape", 0, heads, 1, dim),
+        "ranged_heads = Reshape(ranged_query, ranged_shape)", *rotated,
+        _ints("ranged_groups", 1, -1, kv_heads, heads // kv_heads, dim),
+        f"ranged_grouped = Reshape({query}, ranged_groups)",
+        "queries = Transpose<perm=[0, 2, 3, 1, 4]>(ranged_grouped)",
+        # Keys up to the last position: [B, kv_heads, 1, D, L]. L is 0 without ranges; with them B
+        # must be 1, or the rows are too many for ScatterND.
+        "num_ranged = Shape(ranged_token)", "any_ranged = Min(num_ranged, c1)",
+        "filled = Mul(total_length, any_ranged)",
+        "keys = Slice(key_cache_out, c0, filled, c2)",
+        "values = Slice(value_cache_out, c0, filled, c2)",
+        "keys_t = Transpose<perm=[0, 1, 3, 2]>(keys)",
+        "keys_grouped = Unsqueeze(keys_t, c2)", "values_grouped = Unsqueeze(values, c2)",
+        "products = MatMul(queries, keys_grouped)",
+        "filled_scalar = Squeeze(filled)", "j = Range(zero, filled_scalar, one)",
+        *_weights(fields, present, "ranged_positions", "ranged_rows"),
+        "ranged_attended = MatMul(weights, values_grouped)",
+        "ranged_by_token = Transpose<perm=[0, 3, 1, 2, 4]>(ranged_attended)",
+        "ranged_out = Reshape(ranged_by_token, rows_shape)",
+        "ranged_index = Unsqueeze(ranged_token, c1)",
+        "out = ScatterND(causal_out, ranged_index, ranged_out)",
+    ]
 
 
 def held_scores(fields: Fields) -> int:
@@ -524,7 +633,7 @@ def held_scores(fields: Fields) -> int:
 
 def _cpu_held_scores(fields: Fields, present: frozenset[str]) -> int:
     """GroupQueryAttention has a tiled kernel, but not with softcap or sinks."""
-    if _cpu(fields, present) is None:
+    if _cpu(fields, present) is None or "bidirectional_ranges" in present:
         return held_scores(fields)
     return int(fields["num_heads"]) if fields["softcap"] or "sinks" in present else 0
 
@@ -540,7 +649,12 @@ def _chunk_bias(fields: Fields) -> list[str]:
 
 
 def _group_query_lengths(inputs: Mapping[str, np.ndarray]) -> bool:
-    """Only prompts from the start, one sequence, or one token each: others are refused."""
+    """Only prompts from the start, one sequence, or one token each: others are refused.
+
+    Bidirectional ranges are supported in one sequence.
+    """
+    if len(inputs["past_lens"]) > 1 and np.any(inputs.get("bidirectional_ranges", 0)):
+        return False
     return not np.any(inputs["past_lens"]) or len(inputs["past_lens"]) == 1 \
         or np.diff(inputs["cu_seqlens"]).max() == 1
 
@@ -600,10 +714,17 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
                     prepare(row[heads + h], "k_norm", token, position), fields["kv_dtype"])
                 values[block, h, place] = _cached(normed(row[heads + kv_heads + h], "v_norm"),
                                                   fields["kv_dtype"])
+        for token in range(inputs["cu_seqlens"][b], inputs["cu_seqlens"][b + 1]):
+            position = int(past) + token - int(inputs["cu_seqlens"][b])
+            row = qkv[token].reshape(-1, dim)
             first = max(0, position + 1 - fields["window"]) if fields["window"] else 0
             if fields["chunk"]:
                 first = max(first, position // fields["chunk"] * fields["chunk"])
-            seen = np.arange(first, position + 1)
+            start, stop = inputs["bidirectional_ranges"][token] \
+                if "bidirectional_ranges" in inputs else (0, 0)
+            if stop and not fields["windowed_ranges"]:
+                first = min(first, start)
+            seen = np.arange(first, max(position + 1, stop))
             blocks, places = table[b, seen // block_size], seen % block_size
             for h in range(heads):
                 kv = h // (heads // kv_heads)
@@ -685,13 +806,25 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         chunk | {"dim": 16, "rotary_dim": 16, "by_axis": True, "norms": "qk",
                  "norm_after_rotary": 1},
         mixed | {"dim": 24, "rotary_dim": 8, "by_axis": True, "interleaved": 1, "block_size": 8},
+        chunk | {"dim": 16, "rotary_dim": 16, "norms": "qk", "ranges": ((0, 5, 8),)},
+        {"new": (9,), "past": (0,)} | {"dim": 16, "rotary_dim": 8, "window": 3, "sinks": True,
+                                       "ranges": ((0, 1, 6), (0, 7, 9))},
+        {"new": (9,), "past": (2,)} | {"dim": 8, "window": 3, "windowed_ranges": 0,
+                                       "ranges": ((0, 0, 8),)},
+        prompts | {"dim": 24, "rotary_dim": 24, "softcap": 2.0, "ranges": ((0, 1, 4), (2, 0, 3))},
+        mixed | {"dim": 6, "rotary_dim": 4, "window": 2, "block_size": 4, "ranges": ((0, 1, 3),)},
+        mixed | {"dim": 16, "rotary_dim": 16, "window": 2, "windowed_ranges": 0, "block_size": 8,
+                 "ranges": ((0, 0, 4), (3, 3, 5))},
+        decode | {"dim": 16, "rotary_dim": 16, "ranges": ()},
     )]
 
 
 def _sample(rng: np.random.Generator, new: Sequence[int], past: Sequence[int], dim: int,
             heads: int = 4, kv_heads: int = 2, norms: str = "", max_seq_len: int = 16,
             block_size: int = 0, biased: int = 0, sinks: bool = False, by_key: bool = False,
-            scaled: bool = False, by_axis: bool = False, **fields: Any) -> Sample:
+            scaled: bool = False, by_axis: bool = False,
+            ranges: Sequence[tuple[int, int, int]] | None = None, **fields: Any) -> Sample:
+    """A sample; `ranges` has sequence, start and end of each bidirectional range."""
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(np.float32)
 
@@ -726,6 +859,12 @@ def _sample(rng: np.random.Generator, new: Sequence[int], past: Sequence[int], d
                    .astype(np.int32),
                    "rotary_axes": rng.integers(0, AXES, fields["rotary_dim"] // 2)
                    .astype(np.int32)}
+    if ranges is not None:
+        inputs["bidirectional_ranges"] = made = np.zeros((sum(new), 2), np.int32)
+        for sequence, start, end in ranges:
+            first = int(inputs["cu_seqlens"][sequence]) - past[sequence]
+            own = range(max(start + first, int(inputs["cu_seqlens"][sequence])), end + first)
+            made[own.start:own.stop] = start, end
     return Sample({"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim, **fields}, inputs)
 
 
@@ -735,16 +874,18 @@ def rounds(fields: Fields, present: frozenset[str]) -> bool:
 
 OP = rounds_output(Op(
     name="CausalAttention",
-    version=6,
+    version=7,
     inputs=("qkv", "key_cache", "value_cache", "cu_seqlens", "past_lens", "cos?", "sin?",
             "q_norm?", "k_norm?", "block_table?", "distance_bias?", "sinks?", "v_norm?",
-            "key_bias?", "query_scale?", "rotary_positions?", "rotary_axes?"),
+            "key_bias?", "query_scale?", "rotary_positions?", "rotary_axes?",
+            "bidirectional_ranges?"),
     outputs=("out", "key_cache_out", "value_cache_out"),
     fields={"num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "scale": 0.0, "softcap": 0.0,
             "window": 0, "rotary_dim": 0, "interleaved": 0, "norm_epsilon": 1e-6,
-            "kv_dtype": "", "norm_after_rotary": 0, "chunk": 0},
+            "kv_dtype": "", "norm_after_rotary": 0, "chunk": 0, "windowed_ranges": 1},
     required=("num_heads", "num_kv_heads", "head_dim"),
-    choices={"interleaved": (0, 1), "norm_after_rotary": (0, 1), "kv_dtype": ("", "float8_e4m3fn")},
+    choices={"interleaved": (0, 1), "norm_after_rotary": (0, 1), "windowed_ranges": (0, 1),
+             "kv_dtype": ("", "float8_e4m3fn")},
     shapes=lambda shapes, fields: [
         (*shapes["qkv"][:-1], fields["num_heads"] * fields["head_dim"]),
         shapes["key_cache"], shapes["value_cache"]],
@@ -759,7 +900,7 @@ OP = rounds_output(Op(
     float32_inputs=frozenset({"cos", "sin", "q_norm", "k_norm", "v_norm", "distance_bias", "sinks",
                               "key_bias", "query_scale"}),
     integer_inputs=frozenset({"cu_seqlens", "past_lens", "block_table", "rotary_positions",
-                              "rotary_axes"}),
+                              "rotary_axes", "bidirectional_ranges"}),
     cache_inputs=frozenset({"key_cache", "value_cache"}),
     core_most={"head_dim": 512},
     core_multiple={"head_dim": 8},

@@ -12,7 +12,8 @@ prompt do.
     distance_bias   [num_heads, 2 * n + 1]; optional. Column n + j - i, clamped, is added to the
                     score of query i and key j, both counted in their sequence
     cos, sin        [positions, rotary_dim / 2]; optional: queries and keys are rotated by their
-                    position in the sequence
+                    position in the sequence. With `rotary_by_row`, [num_tokens, rotary_dim / 2]:
+                    row i rotates token i, such as a patch by its row and column in an image
     q_norm, k_norm  [head_dim]; optional RMSNorm of each head of queries and keys
     out             [num_tokens, num_heads * head_dim]
 
@@ -32,9 +33,11 @@ import numpy as np
 
 from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.attention.op import (
+    _LENGTHS,
     _TOKENS,
     _ints,
     _out,
+    _places,
     _prepared,
     _queries,
     _scale,
@@ -54,14 +57,17 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
             not {"cos", "sin"} <= present or not 0 < rotary <= dim or rotary % 2):
         raise ValueError(f"rotary_dim {rotary} is not an even number from 2 to head_dim {dim} with "
                          f"cos and sin, nor 0 without them")
+    if fields["rotary_by_row"] and not rotary:
+        raise ValueError("BidirectionalAttention takes rotary_by_row only with cos and sin")
     if "key_starts" in present and (_OF_TOKENS & present or fields["window"]):
         raise ValueError("BidirectionalAttention takes a rotary embedding, norms and a window only "
                          "with keys in the rows of the queries")
     keys = ("num_keys" if "key_starts" in present else "num_tokens", kv_heads * dim)
+    table = ("num_tokens" if fields["rotary_by_row"] else "positions", rotary // 2)
     return {"query": ("num_tokens", heads * dim), "key": keys, "value": keys,
             "cu_seqlens": ("batch_plus_1",), "key_starts": ("batch",), "key_lens": ("batch",),
             "distance_bias": (heads, "2 * n + 1"),
-            "cos": ("positions", rotary // 2), "sin": ("positions", rotary // 2),
+            "cos": table, "sin": table,
             "q_norm": (dim,), "k_norm": (dim,)}
 
 
@@ -73,12 +79,21 @@ def _heads(name: str, count: int, source: str, fields: Fields, present: frozense
     """Return lines that normalize and rotate heads of `source`, and the result, both packed."""
     if "cos" not in present and f"{name}_norm" not in present:
         return [], source
-    lines, made = _prepared(name, count, fields, present, "cos" in present)
+    by_row = {"rotary_positions"} if fields["rotary_by_row"] else set()  # reads `_tables`
+    lines, made = _prepared(name, count, fields, present | by_row, "cos" in present)
     dim = fields["head_dim"]
     return [_ints(f"{name}_heads_shape", 0, count, 1, dim),
             f"{name} = Reshape({source}, {name}_heads_shape)", *lines,
             _ints(f"{name}_rows_shape", 0, count * dim),
             f"{name}_rows = Reshape({made}, {name}_rows_shape)"], f"{name}_rows"
+
+
+def _tables(fields: Fields, present: frozenset[str]) -> list[str]:
+    """Return lines for `position_column`, or for the rows of the tables, [T, 1, rotary_dim / 2]."""
+    if "cos" not in present:
+        return []
+    return ["cos_rows = Unsqueeze(cos, c1)", "sin_rows = Unsqueeze(sin, c1)"] \
+        if fields["rotary_by_row"] else ["position_column = Unsqueeze(offset, c1)"]
 
 
 def _gathered(present: frozenset[str], key: str) -> list[str]:
@@ -116,7 +131,7 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
     query_lines, query = _heads("q", heads, "query", fields, present)
     key_lines, key = _heads("k", kv_heads, "key", fields, present)
     lines = [
-        _TOKENS, *(["position_column = Unsqueeze(offset, c1)"] if "cos" in present else []),
+        _TOKENS, *_tables(fields, present),
         *query_lines, *key_lines, *_gathered(present, key), *_queries(query, fields),
         _ints("key_shape", 0, 0, kv_heads, 1, dim),
         "keys_by_head = Reshape(keys, key_shape)",
@@ -152,7 +167,8 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     """Use com.microsoft.MultiHeadAttention on [B, S, ...].
 
     Sequences of one length are reshaped; others are padded on the right and masked, which the
-    kernel's tiled implementation does not support.
+    kernel's tiled implementation does not support. The mapping between packed and padded tokens is
+    computed in each layer that needs it: a single text needs none.
     """
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     if heads != kv_heads or fields["softcap"]:
@@ -165,8 +181,9 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     bias_lines, bias = _cpu_bias(fields, present)
     kernel = f"com.microsoft.MultiHeadAttention<num_heads={heads}, " \
              f"scale={float(_scale(fields))!r}>"
+    maps = bool(bias_lines) or "cos" in present
     return "\n".join([
-        _TOKENS, *(["position_column = Unsqueeze(offset, c1)"] if "cos" in present else []),
+        *_LENGTHS, *(_places() if maps else []), *_tables(fields, present),
         *query_lines, *key_lines, *bias_lines,
         _ints("rows_shape", -1, heads * dim),
         "shortest = ReduceMin<keepdims=0>(lengths)", "even = Equal(shortest, longest)",
@@ -177,6 +194,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
         f"attended_whole = {kernel}(q_whole, k_whole, v_whole{', , , ' + bias if bias else ''})",
         "out_whole = Reshape(attended_whole, rows_shape)",
         "}, else_branch = padded () => (float[t, w] out_padded) {",
+        *([] if maps else _places("_own")),
         *(f"{name}_padded = Gather<axis=0>({rows}, pad)" for name, rows in packed.items()),
         "key_lengths = Cast<to=6>(lengths)",
         f"attended_padded = {kernel}(q_padded, k_padded, v_padded, , key_lengths"
@@ -281,12 +299,15 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
     starts = inputs.get("key_starts", begins[:-1])
     lens = inputs.get("key_lens", np.diff(begins))
     for b, (start, count) in enumerate(zip(starts, lens, strict=True)):
+        if begins[b] == begins[b + 1]:
+            continue
         keys, values = (x[start:start + count].reshape(count, kv_heads, dim) for x in (key, value))
-        keys = np.stack([prepared(own, "k_norm", j) for j, own in enumerate(keys)])
+        first = int(begins[b]) if fields["rotary_by_row"] else 0  # row of the tables
+        keys = np.stack([prepared(own, "k_norm", first + j) for j, own in enumerate(keys)])
         for i, token in enumerate(range(begins[b], begins[b + 1])):
             for h in range(heads):
                 kv = h // (heads // kv_heads)
-                own = prepared(query[token, h * dim:(h + 1) * dim], "q_norm", i)
+                own = prepared(query[token, h * dim:(h + 1) * dim], "q_norm", first + i)
                 scores = keys[:, kv] @ own * _scale(fields)
                 if fields["softcap"]:
                     scores = fields["softcap"] * np.tanh(scores / fields["softcap"])
@@ -320,6 +341,9 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         {"new": (5, 2, 3), "dim": 16, "kv_heads": 4},
         {"new": (3, 3), "dim": 8, "kv_heads": 4, "biased": 2, "window": 1},
         {"new": (4, 1, 2), "dim": 8, "kv_heads": 4, "rotary_dim": 8, "window": 2},
+        {"new": (4, 1, 2), "dim": 8, "kv_heads": 4, "rotary_dim": 8, "rotary_by_row": 1},
+        {"new": (3, 5), "dim": 16, "rotary_dim": 8, "interleaved": 1, "rotary_by_row": 1,
+         "normed": True, "window": 2},
         {"new": (1, 1, 1), "dim": 16, "kv_heads": 4, "starts": (0, 12, 5), "lens": (5, 7, 3)},
         {"new": (2, 0, 3), "dim": 8, "kv_heads": 4, "starts": (2, 2, 9), "lens": (6, 6, 1)},
         {"new": (3,), "dim": 8, "kv_heads": 4, "starts": (4,), "lens": (6,)},
@@ -346,7 +370,8 @@ def _sample(rng: np.random.Generator, new: Sequence[int], dim: int, heads: int =
     if biased:
         inputs["distance_bias"] = normal(heads, 2 * biased + 1)
     if "rotary_dim" in fields:
-        angles = rng.uniform(-3, 3, (max(new), fields["rotary_dim"] // 2)).astype(np.float32)
+        rows = sum(new) if fields.get("rotary_by_row") else max(new)
+        angles = rng.uniform(-3, 3, (rows, fields["rotary_dim"] // 2)).astype(np.float32)
         inputs |= {"cos": np.cos(angles), "sin": np.sin(angles)}
     if normed:
         inputs |= {"q_norm": normal(dim), "k_norm": normal(dim)}
@@ -355,14 +380,14 @@ def _sample(rng: np.random.Generator, new: Sequence[int], dim: int, heads: int =
 
 OP = Op(
     name="BidirectionalAttention",
-    version=1,
+    version=2,
     inputs=("query", "key", "value", "cu_seqlens", "key_starts?", "key_lens?", "distance_bias?",
             "cos?", "sin?", "q_norm?", "k_norm?"),
     outputs=("out",),
     fields={"num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "scale": 0.0, "softcap": 0.0,
             "window": 0, "rotary_dim": 0, "interleaved": 0, "norm_epsilon": 1e-6,
-            "norm_after_rotary": 0},
-    choices={"interleaved": (0, 1), "norm_after_rotary": (0, 1)},
+            "norm_after_rotary": 0, "rotary_by_row": 0},
+    choices={"interleaved": (0, 1), "norm_after_rotary": (0, 1), "rotary_by_row": (0, 1)},
     required=("num_heads", "num_kv_heads", "head_dim"),
     shapes=lambda shapes, fields: [
         (*shapes["query"][:-1], fields["num_heads"] * fields["head_dim"])],

@@ -16,6 +16,7 @@ class BidirectionalAttention : public Plugin {
     heads_.rotary_dim = integer(fields, "rotary_dim");
     heads_.interleaved = integer(fields, "interleaved") != 0;
     heads_.norm_after_rotary = integer(fields, "norm_after_rotary") != 0;
+    heads_.rotary_by_row = integer(fields, "rotary_by_row") != 0;
     heads_.norm_epsilon = real(fields, "norm_epsilon");
     if (p_.softcap < 0 || p_.window < 0)
       throw Error("BidirectionalAttention has softcap " + std::to_string(p_.softcap) +
@@ -94,7 +95,8 @@ class BidirectionalAttention : public Plugin {
     if ((cos == nullptr) != (sin == nullptr) || (cos == nullptr) != (heads_.rotary_dim == 0))
       throw Error(op + " takes cos, sin and rotary_dim together");
     if (cos != nullptr) {
-      expect(op + "'s cos", *cos, {(*cos)[0], heads_.rotary_dim / 2});
+      expect(op + "'s cos", *cos,
+             {heads_.rotary_by_row ? in[0][0] : (*cos)[0], heads_.rotary_dim / 2});
       expect(op + "'s sin", *sin, *cos);
     }
     for (size_t norm : {9, 10})
@@ -154,7 +156,7 @@ class BidirectionalAttention : public Plugin {
 
 void register_bidirectional_attention() {
   register_plugin({"BidirectionalAttention",
-                   1,
+                   2,
                    {"query: columns", "key: columns", "value: columns", "cu_seqlens: int32",
                     "key_starts?: int32", "key_lens?: int32", "distance_bias?: float32",
                     "cos?: float32", "sin?: float32", "q_norm?: float32", "k_norm?: float32"},
@@ -168,7 +170,8 @@ void register_bidirectional_attention() {
                     {"rotary_dim", int64_t{0}},
                     {"interleaved", int64_t{0}},
                     {"norm_epsilon", 1e-6},
-                    {"norm_after_rotary", int64_t{0}}},
+                    {"norm_after_rotary", int64_t{0}},
+                    {"rotary_by_row", int64_t{0}}},
                    {"num_heads", "num_kv_heads", "head_dim"},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> {
                      return std::make_unique<BidirectionalAttention>(fields);

@@ -15,7 +15,8 @@ namespace llmc {
 struct AttentionPorts {
   static constexpr size_t kNone = SIZE_MAX;
   size_t k_norm = kNone, block_table = kNone, distance_bias = kNone, sinks = kNone, v_norm = kNone,
-         key_bias = kNone, query_scale = kNone, rotary_positions = kNone, rotary_axes = kNone;
+         key_bias = kNone, query_scale = kNone, rotary_positions = kNone, rotary_axes = kNone,
+         bidirectional_ranges = kNone;
 };
 
 class CachedKeysAttention : public Plugin {
@@ -29,6 +30,8 @@ class CachedKeysAttention : public Plugin {
     read_cached(p_, op_, fields);
     p_.softcap = real(fields, "softcap");
     p_.chunk = integer(fields, "chunk");
+    p_.windowed_ranges =
+        ports_.bidirectional_ranges != ports_.kNone && integer(fields, "windowed_ranges") != 0;
     p_.out_scale_inverse = inverse_of(fields);
     out_scale_ = real(fields, "out_scale");
     if (p_.out_scale_inverse > 0 &&
@@ -61,6 +64,11 @@ class CachedKeysAttention : public Plugin {
         (bias != nullptr || optional(in, ports_.distance_bias) != nullptr))
       throw Error(op_ + " with a bias does not support out_scale");
     if (factors != nullptr) expect(op + "'s query_scale", *factors, {(*factors)[0]});
+    if (const Dims* ranges = optional(in, ports_.bidirectional_ranges)) {
+      expect(op + "'s bidirectional_ranges", *ranges, {qkv[0], 2});
+      if (p_.chunk > 0 || bias != nullptr || optional(in, ports_.distance_bias) != nullptr)
+        throw Error(op + " does not support bidirectional_ranges with chunks or biases");
+    }
     if (bias != nullptr) positions.push_back((*bias)[1]);
     if (factors != nullptr) positions.push_back((*factors)[0]);
     expect_positions(op, positions, cache, table);
@@ -112,6 +120,8 @@ class CachedKeysAttention : public Plugin {
       p.rotary_positions = static_cast<const int32_t*>(by_axis->data);
       p.rotary_axes = static_cast<const int32_t*>(in[ports_.rotary_axes].data);
     }
+    if (const Tensor* ranges = optional(in, ports_.bidirectional_ranges))
+      if (context.ranges) p.ranges = static_cast<const int32_t*>(ranges->data);
     p.num_tokens = static_cast<int>(in[0].shape[0]);
     p.batch = static_cast<int>(in[4].shape[0]);
     p.max_seq_len = static_cast<int>(in[1].shape[2]);
@@ -160,6 +170,7 @@ class CachedKeysAttention : public Plugin {
     if (decodes > 0) {
       kernels::AttentionParams half = p;
       half.decode = true;
+      half.ranges = nullptr;  // an engine computes a range's last token with the one before it
       half.several_rows = context.verifies;
       half.num_tokens = half.batch = decodes;
       half.appended = context.verifies && kernels::appends_rows(half);
@@ -183,7 +194,7 @@ class CachedKeysAttention : public Plugin {
     check(kernels::append(in[0].dtype, p, context.stream), op_.c_str());
     kernels::AttentionParams library = p;
     if (p.out_scale_inverse > 0) library.out = made;
-    if (context.attention != nullptr &&
+    if (context.attention != nullptr && p.ranges == nullptr &&
         context.attention->run(in[0].dtype, library, context.longest, context.reach,
                                context.stream)) {
       if (p.out_scale_inverse > 0) round_rows(in[0].dtype, made, p, context);
@@ -200,6 +211,7 @@ class CachedKeysAttention : public Plugin {
     p.out = static_cast<char*>(p.out) + sequences * row * (p.out_scale_inverse > 0 ? 1 : element);
     p.qkv = static_cast<const char*>(p.qkv) + sequences * p.qkv_stride * element;
     if (p.rotary_positions != nullptr) p.rotary_positions += sequences * kernels::kRotaryAxes;
+    if (p.ranges != nullptr) p.ranges += 2ll * sequences;
     p.cu_seqlens += sequences;
     p.past_lens += sequences;
     p.first_token = sequences;

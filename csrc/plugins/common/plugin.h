@@ -230,6 +230,7 @@ struct Context {
   LoraPlan* lora_plan = nullptr;
   bool embeds = true;       // whether the step may have rows in place of token embeddings
   bool deep_embeds = true;  // whether it may have rows that are added to hidden states
+  bool ranges = true;       // whether tokens may have bidirectional ranges
   bool dense = false;       // every sequence has a new token, so num_tokens == batch means decoding
   Watcher watcher = nullptr;  // called with `user` by nodes that contain many ops; null: unused
   void* user = nullptr;

@@ -16,6 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from llmc.plugins import Fields, Op, Sample, Shape
+from llmc.plugins.attention.op import _LENGTHS
 
 KINDS = ("cls", "mean", "last")
 
@@ -30,41 +31,58 @@ def _shapes(shapes: Mapping[str, Shape], fields: Fields) -> list[Shape]:
 
 
 def _body(fields: Fields, present: frozenset[str]) -> str:
-    lines = [
-        "c0 = Constant<value_ints=[0]>()", "c1 = Constant<value_ints=[1]>()",
-        "last = Constant<value_ints=[-1]>()", "int_max = Constant<value_ints=[2147483647]>()",
-        "zero = Constant<value_int=0>()", "one = Constant<value_int=1>()",
-        "cu = Cast<to=7>(cu_seqlens)",
-        "starts = Slice(cu, c0, last)",
-        "ends = Slice(cu, c1, int_max)",
-        "num_tokens = Shape<start=0, end=1>(x)",
-        "final = Sub(num_tokens, c1)",
-    ]
+    last_row = ["num_tokens = Shape<start=0, end=1>(x)", "final = Sub(num_tokens, c1)"]
     if fields["kind"] == "cls":
-        return "\n".join([*lines, "row = Min(starts, final)", "y = Gather<axis=0>(x, row)"])
-    if fields["kind"] == "last":
-        return "\n".join([*lines, "before_end = Sub(ends, one)", "row = Max(before_end, zero)",
+        return "\n".join([*_LENGTHS, *last_row, "row = Min(starts, final)",
                           "y = Gather<axis=0>(x, row)"])
-    return "\n".join([
-        *lines,
-        "lengths = Sub(ends, starts)",
-        "longest = ReduceMax<keepdims=0>(lengths)",
-        "step = Range(zero, longest, one)",
-        "starts_column = Unsqueeze(starts, c1)",
+    if fields["kind"] == "last":
+        return "\n".join([*_LENGTHS, "before_end = Sub(ends, one)", "row = Max(before_end, zero)",
+                          "y = Gather<axis=0>(x, row)"])
+    return "\n".join([*_LENGTHS, *_mean("y")])
+
+
+def _mean(made: str, own: str = "") -> list[str]:
+    """Return ONNX text for the mean of each sequence; `own` as in attention's `_places`."""
+    zero, one, c1 = f"zero{own}", f"one{own}", f"c1{own}"
+    constants = [f"{zero} = Constant<value_int=0>()", f"{one} = Constant<value_int=1>()",
+                 f"{c1} = Constant<value_ints=[1]>()"] if own else []
+    return [
+        *constants,
+        "num_tokens = Shape<start=0, end=1>(x)",
+        f"final = Sub(num_tokens, {c1})",
+        f"step = Range({zero}, longest, {one})",
+        f"starts_column = Unsqueeze(starts, {c1})",
         "beyond = Add(starts_column, step)",
         "pad = Min(beyond, final)",  # [batch, longest]: arbitrary for padding
         "padded = Gather<axis=0>(x, pad)",
-        "lengths_column = Unsqueeze(lengths, c1)",
+        f"lengths_column = Unsqueeze(lengths, {c1})",
         "inside = Less(step, lengths_column)",
         "c2 = Constant<value_ints=[2]>()",
         "mask = Unsqueeze(inside, c2)",
         "nothing = Constant<value_float=0.0>()",
         "own = Where(mask, padded, nothing)",
-        "total = ReduceSum<keepdims=0>(own, c1)",
-        "at_least_one = Max(lengths_column, one)",
+        f"total = ReduceSum<keepdims=0>(own, {c1})",
+        f"at_least_one = Max(lengths_column, {one})",
         "count = Cast<to=1>(at_least_one)",
-        "y = Div(total, count)",
-    ])
+        f"{made} = Div(total, count)",
+    ]
+
+
+def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
+    """Average sequences of one length, such as a single one, without copies."""
+    if fields["kind"] != "mean":
+        return None
+    return "\n".join([
+        *_LENGTHS, "shortest = ReduceMin<keepdims=0>(lengths)", "even = Equal(shortest, longest)",
+        "y = If(even) <then_branch = whole () => (float[b, h] y_whole) {",
+        "batch = Shape(lengths)", "width = Shape<start=1, end=2>(x)",
+        "any_number = Constant<value_ints=[-1]>()", "second = Constant<value_ints=[1]>()",
+        "longest_1d = Reshape(longest, any_number)",
+        "whole_shape = Concat<axis=0>(batch, longest_1d, width)",
+        "x_whole = Reshape<allowzero=1>(x, whole_shape)",
+        "y_whole = ReduceMean<keepdims=0>(x_whole, second)",
+        "}, else_branch = padded () => (float[b, h] y_padded) {",
+        *_mean("y_padded", "_own"), "}>"])
 
 
 def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
@@ -92,6 +110,7 @@ OP = Op(
     shapes=_shapes,
     dims=_dims,
     body=_body,
+    bodies={"cpu": _cpu},
     pools=True,
     integer_inputs=frozenset({"cu_seqlens"}),
     reference=_reference,

@@ -14,6 +14,7 @@ from llmc.runtime.multimodal.image_processors.base import ImageProcessor
 from llmc.runtime.multimodal.image_processors.fixed_size import (
     BlipImageProcessor,
     CLIPImageProcessor,
+    DeepseekVLImageProcessor,
     LlavaImageProcessor,
     SiglipImageProcessor,
     ViTImageProcessor,
@@ -22,17 +23,24 @@ from llmc.runtime.multimodal.image_processors.gemma import (
     Gemma3ImageProcessor,
     Gemma4ImageProcessor,
 )
-from llmc.runtime.multimodal.image_processors.got_ocr2 import GotOcr2ImageProcessor
+from llmc.runtime.multimodal.image_processors.got_ocr2 import (
+    Cohere2VisionImageProcessor,
+    GotOcr2ImageProcessor,
+)
 from llmc.runtime.multimodal.image_processors.idefics3 import Idefics3ImageProcessor
 from llmc.runtime.multimodal.image_processors.llama import (
     Llama4ImageProcessor,
     MllamaImageProcessor,
 )
 from llmc.runtime.multimodal.image_processors.pixtral import PixtralImageProcessor
-from llmc.runtime.multimodal.image_processors.qwen2_vl import Qwen2VLImageProcessor
+from llmc.runtime.multimodal.image_processors.qwen2_vl import (
+    Glm4vImageProcessor,
+    Qwen2VLImageProcessor,
+)
 
 AnyImageProcessor = Annotated[
-    BlipImageProcessor | CLIPImageProcessor | Gemma3ImageProcessor | Gemma4ImageProcessor
+    BlipImageProcessor | CLIPImageProcessor | Cohere2VisionImageProcessor
+    | DeepseekVLImageProcessor | Gemma3ImageProcessor | Gemma4ImageProcessor | Glm4vImageProcessor
     | GotOcr2ImageProcessor | Idefics3ImageProcessor | Llama4ImageProcessor | LlavaImageProcessor
     | LlavaNextImageProcessor | LlavaOnevisionImageProcessor | MllamaImageProcessor
     | PixtralImageProcessor | Qwen2VLImageProcessor | SiglipImageProcessor | ViTImageProcessor,

@@ -1,4 +1,4 @@
-"""Processors that resize every image to one size: CLIP, SigLIP, ViT, BLIP and LLaVA.
+"""Processors that resize every image to one size: CLIP, SigLIP, ViT, BLIP, LLaVA, DeepSeek-VL.
 
     image → (pad to a square) → resize → (center crop) → normalize → pixel_values [1, 3, H, W]
 """
@@ -12,7 +12,9 @@ from llmc.runtime.multimodal.image_processors.base import (
     OPENAI_CLIP_MEAN,
     OPENAI_CLIP_STD,
     Arrays,
+    Dims,
     ImageProcessor,
+    Positive,
     Size,
     center_crop,
     dims_of,
@@ -41,6 +43,7 @@ class FixedSizeImageProcessor(ImageProcessor):
 class SiglipImageProcessor(FixedSizeImageProcessor):
     image_processor_type: Literal["SiglipImageProcessor"]
     size: Size = Size(height=224, width=224)
+    image_seq_length: Positive | None = None  # tokens of an image, of PaliGemma
 
 
 class ViTImageProcessor(FixedSizeImageProcessor):
@@ -82,3 +85,23 @@ class LlavaImageProcessor(FixedSizeImageProcessor):
         if self.do_pad:
             image = pad_to_square(image, [int(level * 255) for level in self.image_mean])
         return super().process(image, num_images)
+
+
+class DeepseekVLImageProcessor(ImageProcessor):
+    """Resize the longer side to `size`, then pad to a square."""
+
+    image_processor_type: Literal["DeepseekVLImageProcessor", "JanusImageProcessor"]
+    image_mean: tuple[float, float, float] = OPENAI_CLIP_MEAN
+    image_std: tuple[float, float, float] = OPENAI_CLIP_STD
+    size: Size = Size(height=384, width=384)
+    min_size: Positive = 14
+    do_pad: bool = True
+
+    def process(self, image: Pixels, num_images: int) -> Arrays:
+        if self.do_resize:
+            scale = self.size.dims().height / max(dims_of(image))
+            image = self.resize(image, Dims(*(max(round(side * scale), self.min_size)
+                                              for side in dims_of(image))))
+        if self.do_pad:
+            image = pad_to_square(image, [int(level * 255) for level in self.image_mean])
+        return {"pixel_values": self.normalize(image)[None]}

@@ -1,8 +1,10 @@
-"""GOT-OCR2's processor, which InternVL uses: tiles of one size, and a thumbnail after them.
+"""Processors of GOT-OCR2, which InternVL and Aya Vision use, and of Command A Vision (Cohere 2).
 
-    image → resize to the grid of tiles whose aspect ratio is nearest → tiles
+    image → resize to a grid of tiles → tiles of one size
     image → resize to a tile, if there are several tiles: the thumbnail, which follows them
     → normalize → pixel_values [tiles (+ 1), 3, H, W]
+
+GOT-OCR2 has the grid whose aspect ratio is nearest, Cohere 2 that of the least upscaling.
 """
 
 from __future__ import annotations
@@ -68,3 +70,19 @@ class GotOcr2ImageProcessor(ImageProcessor):
             elif distance == nearest and large:
                 best = grid
         return best
+
+
+class Cohere2VisionImageProcessor(GotOcr2ImageProcessor):
+    image_processor_type: Literal["Cohere2VisionImageProcessor"]  # type: ignore[assignment]
+    size: Size = Size(height=512, width=512)
+    crop_to_patches: bool = True
+    patch_size: Positive = 16  # rows and columns of a tile in the prompt
+
+    def _grid(self, dims: Dims, tile: Dims) -> tuple[int, int]:
+        """Columns and rows of the least upscaling, else of the least downscaling."""
+        most = self.max_patches
+        grids = sorted(((columns, rows) for columns in range(1, most + 1)
+                        for rows in range(1, most // columns + 1)), key=math.prod)
+        scales = (np.array(grids) * tile.height / np.array([dims.width, dims.height])).min(1)
+        return grids[int(np.argmax(scales))] if np.all(scales < 1) else \
+            grids[int(np.argmin(np.where(scales < 1, 1e10, scales)))]

@@ -1,8 +1,10 @@
-"""Qwen2-VL's processor, which Qwen2.5-VL, Qwen3-VL, Qwen3.5 and others use: any resolution.
+"""Processors of Qwen2-VL, which Qwen2.5-VL, Qwen3-VL, Qwen3.5 and others use, and of GLM-4V.
 
     image → resize to multiples of patch_size * merge_size → normalize → patches in merge order,
     each frame twice → pixel_values [patches, 3 * temporal_patch_size * patch_size²],
     image_grid_thw [1, 3]
+
+GLM-4V's bounds of the area count all frames.
 """
 
 from __future__ import annotations
@@ -72,19 +74,29 @@ class Qwen2VLImageProcessor(ImageProcessor):
             raise LlmcError(f"the size of the image processor is "
                             f"{self.size.model_dump(exclude_none=True)}, which has no "
                             f"shortest_edge and longest_edge; both are expected")
-        height, width = dims
+        height, width = dims = self._grow(dims)
+        frames = self._frames
         if max(dims) / min(dims) > _MAX_ASPECT_RATIO:
             raise LlmcError(f"an image of {width} x {height} pixels has an aspect ratio over "
                             f"{_MAX_ASPECT_RATIO}, the limit of this model; crop the image")
         unit = self.patch_size * self.merge_size
         fitted = Dims(round(height / unit) * unit, round(width / unit) * unit)
-        if fitted.height * fitted.width > largest:
-            scale = math.sqrt(height * width / largest)
+        if frames * fitted.height * fitted.width > largest:
+            scale = math.sqrt(frames * height * width / largest)
             fitted = Dims(*(max(unit, math.floor(side / scale / unit) * unit) for side in dims))
-        elif fitted.height * fitted.width < smallest:
-            scale = math.sqrt(smallest / (height * width))
+        elif frames * fitted.height * fitted.width < smallest:
+            scale = math.sqrt(smallest / (frames * height * width))
             fitted = Dims(*(math.ceil(side * scale / unit) * unit for side in dims))
         return fitted
+
+    @property
+    def _frames(self) -> int:
+        """Number of frames whose area is bounded."""
+        return 1
+
+    def _grow(self, dims: Dims) -> Dims:
+        """Grow an image before its sides are rounded."""
+        return dims
 
     def _patchify(self, image: Floats) -> tuple[Floats, int, int]:
         patch, merge = self.patch_size, self.merge_size
@@ -99,3 +111,22 @@ class Qwen2VLImageProcessor(ImageProcessor):
         frames = np.broadcast_to(patches[:, :, :, :, :, None], (
             *patches.shape[:5], self.temporal_patch_size, patch, patch))
         return frames.reshape(rows * columns, -1), rows, columns
+
+
+class Glm4vImageProcessor(Qwen2VLImageProcessor):
+    legacy_settings: ClassVar[tuple[str, ...]] = ()
+
+    image_processor_type: Literal[  # type: ignore[assignment]
+        "Glm4vImageProcessor", "Glm46VImageProcessor"]
+    size: Size = Size(shortest_edge=112 * 112, longest_edge=28 * 28 * 15000)
+
+    @property
+    def _frames(self) -> int:
+        return self.temporal_patch_size
+
+    def _grow(self, dims: Dims) -> Dims:
+        unit = self.patch_size * self.merge_size
+        if min(dims) >= unit:
+            return dims
+        scale = max(unit / dims.height, unit / dims.width)
+        return Dims(int(dims.height * scale), int(dims.width * scale))

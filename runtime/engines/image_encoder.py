@@ -1,0 +1,126 @@
+"""Encoders of images and audio on ONNX Runtime.
+
+The host runs them on the cores of all ranks, before they run the step. An image encoder with a
+program for a device has two steps: the host computes the inputs of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+
+from llmc.artifacts.manifest import MANIFEST_NAME, GraphStep, ImageEncoderProgram, Manifest
+from llmc.artifacts.program import ROW_ORDER
+from llmc.artifacts.vision_input import UNREAD
+from llmc.errors import LlmcError
+from llmc.runtime.engines import cpu_sessions
+from llmc.runtime.multimodal import vision_inputs
+from llmc.runtime.multimodal.items import Modality
+
+
+class MediaEncoder:
+    """An encoder of images or audio clips.
+
+    Args:
+        manifest: of a model with it.
+        case_dir: its case directory.
+        kind: image or audio.
+        threads: cores to use.
+
+    Attributes:
+        ops: names of the ops in its graph.
+
+    Raises:
+        LlmcError: the graph cannot be loaded or does not match the manifest.
+    """
+
+    def __init__(self, manifest: Manifest, case_dir: Path, kind: Modality, threads: int) -> None:
+        self._program, self._kind = manifest.media[kind], kind
+        step = self._program.steps[0]
+        assert isinstance(step, GraphStep)
+        self._path = step.path
+        self._session = cpu_sessions.load(case_dir, step, _options(threads))
+        facts = cpu_sessions.facts(step.path, self._session)
+        cpu_sessions.check_versions(manifest, step.path, facts["ops"])
+        self.ops = {*facts["ops"]}
+        self._check()
+
+    def encode(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Run the encoder on one item: [num_outputs, num_rows, width]."""
+        read = {tensor.name for tensor in self._program.inputs}
+        feeds = {name: array for name, array in arrays.items()
+                 if name in read or name not in UNREAD}
+        for own in self._program.computed if isinstance(self._program, ImageEncoderProgram) else ():
+            feeds |= vision_inputs.of_arrays(own, arrays)
+        return np.stack(self._run(feeds))
+
+    def _run(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """Return the rows of each output, float32 [num_rows, width]."""
+        computed = self._run_session(feeds)
+        return [computed[tensor.name] for tensor in self._program.outputs]
+
+    def _run_session(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the outputs of the graph by name."""
+        names = [tensor.name for tensor in self._session.get_outputs()]
+        smaller = "fewer or smaller images" if self._kind == "image" else "shorter audio"
+        with cpu_sessions.translate_errors(f"ONNX Runtime failed in '{self._path}'",
+                                           f"give {smaller}"):
+            return dict(zip(names, self._session.run(names, feeds), strict=True))
+
+    def _check(self) -> None:
+        """Compare the graph with the manifest."""
+        program, session = self._program, self._session
+        inputs = {tensor.name: (tensor.dtype, tensor.shape) for tensor in program.inputs}
+        widths = {tensor.name: (tensor.dtype, tensor.width) for tensor in program.outputs}
+        outputs = cpu_sessions.tensor_types(session.get_outputs())  # with a known number of rows
+        step = program.steps[0]
+        assert isinstance(step, GraphStep)
+        fits = widths == {name: (dtype, shape[-1]) for name, (dtype, shape) in outputs.items()} \
+            if len(program.steps) == 1 else outputs.keys() == {*step.outputs}
+        if cpu_sessions.tensor_types(session.get_inputs()) != inputs or not fits:
+            raise LlmcError(f"'{self._path}' has other inputs or outputs than {MANIFEST_NAME} "
+                            f"lists; compile the model again")
+
+
+class ImageEncoder(MediaEncoder):
+    """An image encoder; see `MediaEncoder`."""
+
+    def __init__(self, manifest: Manifest, case_dir: Path, threads: int) -> None:
+        super().__init__(manifest, case_dir, "image", threads)
+
+
+class DividedImageEncoder(ImageEncoder):
+    """Computes the inputs of a program by ONNX Runtime, and runs it on a device.
+
+    Args:
+        run: runs the program; inputs by name to its outputs, float32 [num_rows, width] each.
+    """
+
+    def __init__(self, manifest: Manifest, case_dir: Path, threads: int,
+                 run: Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]) -> None:
+        super().__init__(manifest, case_dir, threads)
+        self._run_program = run
+
+    def _run(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        computed = self._run_session(feeds)
+        order = computed.pop(ROW_ORDER, None)
+        rows = self._run_program(with_equal_segments(computed))
+        return rows if order is None else [own[order] for own in rows]
+
+
+def with_equal_segments(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Add empty segments, so that each cu_seqlens has as many."""
+    segments = {name: array for name, array in inputs.items() if name.startswith("cu_seqlens")}
+    most = max(map(len, segments.values()), default=0)
+    return {**inputs, **{name: np.pad(array, (0, most - len(array)), mode="edge")
+                         for name, array in segments.items()}}
+
+
+def _options(threads: int) -> ort.SessionOptions:
+    options = cpu_sessions.common_options()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # ranks wait for it
+    return options
