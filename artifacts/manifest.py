@@ -73,7 +73,7 @@ EMBEDS, EMBED_IDS = "embeds", "embed_ids"  # rows in place of token embeddings; 
 DEEP_EMBEDS_PREFIX = "deep_embeds_"  # rows that are added to hidden states of the same tokens
 ROTARY_POSITIONS = "rotary_positions"  # of models whose tokens have positions by axis
 BIDIRECTIONAL_RANGES = "bidirectional_ranges"  # of models whose images' tokens see each other
-IMAGE_ROWS = "rows"  # output of an image encoder
+MEDIA_ROWS = "rows"  # output of an encoder of images or audio
 HIDDEN = "hidden"  # features of every token: output of the model, input of its draft model
 HIDDEN_OUT = "hidden_out"
 POOLED = "pooled"  # output of a model whose task is not generation
@@ -102,11 +102,12 @@ CountOrNone = Annotated[int, Field(ge=0, le=_MAX_INT32)]
 LayerCount = Annotated[int, Field(ge=1, le=_MAX_LAYERS)]
 SizeName = Annotated[str, Field(
     pattern="^(num_tokens|num_logits|batch|batch_plus_1|num_memory_tokens|num_blocks|block_size"
-            "|max_blocks|num_states|num_embeds|image_[0-9]+|lora_rows_[0-9]+|max_loras"
-            "|max_lora_rank)$")]
+            "|max_blocks|num_states|num_embeds|image_[0-9]+|audio_[0-9]+|lora_rows_[0-9]+"
+            "|max_loras|max_lora_rank)$")]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_INT32)]
 DraftKind = Literal["eagle3", "mtp", "model", "assistant", "dflash"]
 DraftChain = Literal["tokens", "layers", "position", "block"]
+Modality = Literal["image", "audio"]  # of items of prompts
 
 
 def _is_absent(value: object) -> bool:
@@ -252,6 +253,19 @@ class PositionGrid(_Frozen):
 
 
 Bidirectional = Literal["images", "prompt"]
+
+
+class AudioEncoderProgram(_Frozen):
+    """The encoder of audio clips in prompts, on chip 0 alone.
+
+    It runs once per clip. Its inputs are the arrays of the processor for this clip. Sizes that
+    depend on the clip are named `audio_<i>`. Its output is `rows`, `[num_embeds, hidden_size]`.
+    `steps` are like those of a `Chip`.
+    """
+
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    steps: Steps
 
 
 class ImageEncoderProgram(_Frozen):
@@ -431,7 +445,8 @@ class Chip(_Frozen):
     With an `image` encoder, its rows are `embeds` of the tokens of images. Its deep rows are
     `deep_embeds_<i>`, with the same `embed_ids`. Some of these models read `rotary_positions`,
     `[num_tokens, 3]`, see `PositionGrid`, or `bidirectional_ranges`, `[num_tokens, 2]`, the first
-    position and the one after the last of the range of each token, `[0, 0]` without one.
+    position and the one after the last of the range of each token, `[0, 0]` without one. Rows of
+    an `audio` encoder are `embeds` of the tokens of audio clips.
 
     `num_heads` has the number of query heads of each attention layer. `quantization` has the
     quantized weights by name. `states` are the recurrent states, named `state_<i>`.
@@ -451,6 +466,7 @@ class Chip(_Frozen):
     later_drafts: Annotated[tuple[DraftProgram, ...], Field(
         max_length=_MAX_LAYERS, exclude_if=_is_empty)] = ()
     image: Annotated[ImageEncoderProgram | None, Field(exclude_if=_is_absent)] = None
+    audio: Annotated[AudioEncoderProgram | None, Field(exclude_if=_is_absent)] = None
     quantization: dict[str, WeightForm] = {}
     lora: Annotated[tuple[LoraLayer, ...], Field(
         max_length=_MAX_FILES, exclude_if=_is_empty)] = ()
@@ -467,10 +483,15 @@ class Chip(_Frozen):
 
     @property
     def all_steps(self) -> Steps:
-        """Steps of the encoder, of the model, of the draft model and of the image encoder."""
+        """Steps of the encoder, the model, the draft model and encoders of images and audio."""
         return (*(self.encoder.steps if self.encoder else ()), *self.steps,
                 *(step for draft in self.drafts for step in draft.steps),
-                *(self.image.steps if self.image else ()))
+                *(step for own in self.media_encoders for step in own.steps))
+
+    @property
+    def media_encoders(self) -> tuple[ImageEncoderProgram | AudioEncoderProgram, ...]:
+        """Encoders of images and of audio in prompts."""
+        return tuple(own for own in (self.image, self.audio) if own is not None)
 
     @property
     def caches(self) -> dict[str, LayerCache]:
@@ -535,10 +556,10 @@ class Chip(_Frozen):
             self._check_dataflow(draft.steps, {*own, *read, *ENGINE_INPUTS, *self.features},
                                  {*(f"{name}_out" for name in own), "logits"})
             self._check_listed(draft.inputs, draft.outputs, draft.steps)
-        if self.image:
-            self._check_dataflow(self.image.steps, {own.name for own in self.image.inputs},
-                                 {own.name for own in self.image.outputs})
-            self._check_listed(self.image.inputs, self.image.outputs, self.image.steps)
+        for program in self.media_encoders:
+            self._check_dataflow(program.steps, {own.name for own in program.inputs},
+                                 {own.name for own in program.outputs})
+            self._check_listed(program.inputs, program.outputs, program.steps)
         for step in self.all_steps:
             if isinstance(step, GraphStep) and not step.path.startswith(f"{self.path}/"):
                 raise ValueError(f"chip {self.rank} runs {step.path!r}, which is not in "
@@ -925,6 +946,18 @@ class Manifest(_Frozen):
         return self.chips[0].image
 
     @property
+    def audio(self) -> AudioEncoderProgram | None:
+        """The encoder of audio clips in prompts; None if prompts have none."""
+        return self.chips[0].audio
+
+    @property
+    def media(self) -> dict[Modality, ImageEncoderProgram | AudioEncoderProgram]:
+        """Encoders of items of prompts by kind."""
+        known: dict[Modality, ImageEncoderProgram | AudioEncoderProgram | None] = {
+            "image": self.image, "audio": self.audio}
+        return {kind: own for kind, own in known.items() if own is not None}
+
+    @property
     def num_deep_embeds(self) -> int:
         """Number of rows of an image that are added to hidden states, beside its embeddings."""
         return len(self.image.outputs) - 1 if self.image else 0
@@ -962,7 +995,7 @@ class Manifest(_Frozen):
             if (chip.encoder is None) != (self.encoder is None):
                 raise ValueError(f"chip {chip.rank} has {'no' if self.encoder else 'an'} encoder, "
                                  f"unlike the model")
-            self._check_image(chip)
+            self._check_media_encoders(chip)
             if (chip.draft is None) != (self.draft is None):
                 raise ValueError(f"chip {chip.rank} has {'no' if self.draft else 'a'} draft model, "
                                  f"unlike the manifest")
@@ -1136,26 +1169,28 @@ class Manifest(_Frozen):
             raise ValueError(f"chip {chip.rank}: the encoder's outputs, such as {min(names)!r}, "
                              f"must be a key and a value per layer")
 
-    def _check_image(self, chip: Chip) -> None:
-        """Check the image encoder's place, outputs and computed inputs."""
-        program = chip.image
-        if program is None:
-            return
-        if chip.rank or self.embeds_width is None or self.encoder or self.pooling \
-                or not self.target.spec.image_encoders:
-            raise ValueError(f"chip {chip.rank} has an image encoder, which this chip, this model "
-                             f"or target {self.target.kind} does not support")
-        if not any(entry.path == PROCESSOR for entry in self.files):
-            raise ValueError(f"chip {chip.rank} has an image encoder, but {PROCESSOR} is not "
-                             f"listed")
-        names = [IMAGE_ROWS, *(f"{IMAGE_ROWS}_{i}" for i in range(len(program.outputs) - 1))]
-        if [tensor.name for tensor in program.outputs] != names:
-            raise ValueError(f"chip {chip.rank}: the outputs of the image encoder must be "
-                             f"{', '.join(names)}")
-        for tensor in program.outputs:  # of ONNX Runtime on the host
-            tensor.require("float32", ("num_embeds", self.embeds_width))
-        absent = {name for own in program.computed for name in own.names} - \
-            {tensor.name for tensor in program.inputs}
+    def _check_media_encoders(self, chip: Chip) -> None:
+        """Check the place, outputs and computed inputs of encoders of images and audio."""
+        for kind, program in (("image", chip.image), ("audio", chip.audio)):
+            if program is None:
+                continue
+            if chip.rank or self.embeds_width is None or self.encoder or self.pooling \
+                    or not self.target.spec.media_encoders:
+                raise ValueError(f"chip {chip.rank} has an {kind} encoder, which this chip, this "
+                                 f"model or target {self.target.kind} does not support")
+            if not any(entry.path == PROCESSOR for entry in self.files):
+                raise ValueError(f"chip {chip.rank} has an {kind} encoder, but {PROCESSOR} is not "
+                                 f"listed")
+            count = len(program.outputs) if program is chip.image else 1
+            names = [MEDIA_ROWS, *(f"{MEDIA_ROWS}_{i}" for i in range(count - 1))]
+            if [tensor.name for tensor in program.outputs] != names:
+                raise ValueError(f"chip {chip.rank}: the outputs of the {kind} encoder must be "
+                                 f"{', '.join(names)}")
+            for tensor in program.outputs:  # of ONNX Runtime on the host
+                tensor.require("float32", ("num_embeds", self.embeds_width))
+        computed = {name for own in (chip.image.computed if chip.image else ())
+                    for name in own.names}
+        absent = computed - {tensor.name for tensor in (chip.image.inputs if chip.image else ())}
         if absent:
             raise ValueError(f"chip {chip.rank}: the image encoder has no input {min(absent)!r}, "
                              f"which is computed")

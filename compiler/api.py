@@ -37,7 +37,7 @@ from llmc.compiler.frontend.tokenizer_config import FOLDER, TEMPLATE
 from llmc.compiler.graph.notes import Context
 from llmc.compiler.graph.rewrite import op_of
 from llmc.compiler.graph.weights import Weight
-from llmc.compiler.lower import Lowered, divide, fuse, lower, lower_image
+from llmc.compiler.lower import Lowered, divide, fuse, lower, lower_media
 from llmc.compiler.options import CompileOptions, takes_options
 from llmc.compiler.output import check_output, new_directory
 from llmc.compiler.preflight import (
@@ -111,7 +111,7 @@ def _compile(model: str | Path, output: Path, options: CompileOptions) -> Manife
                task=options.task, pooling=options.pooling,
                scoring=Scoring.of(options.classifier_from_token, options.score_template),
                takes_embeds=options.enable_prompt_embeds,
-               takes_images=not options.language_model_only,
+               takes_media=not options.language_model_only,
                check=lambda *about: check_model(options, About(*about)))
     for note in raw.notes:
         progress(Note(note))
@@ -130,7 +130,7 @@ def _compile(model: str | Path, output: Path, options: CompileOptions) -> Manife
         dequantize(raw)
     progress("passes")
     if options.calibrated and options.scheme is not None:
-        lowered = lower_image(_calibrated(raw, options), raw)
+        lowered = lower_media(_calibrated(raw, options), raw)
     else:
         lowered = lower(raw, options)
     _check_activations(lowered, options)
@@ -227,6 +227,8 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
             others["image"] = ImageEncoder(image, raw.image.computed, raw.image.grid,
                                            raw.image.bidirectional, raw.image.token_id,
                                            lowered.image_device)
+        if rank == 0 and lowered.audio is not None:
+            others["audio"] = lowered.audio
         chip, written = backend(target.kind).emit(graph, rank, directory, options, *encoder,
                                                   **others)
         forms = weight_forms([graph, *encoder, *draft])
@@ -261,7 +263,8 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
         target=target,
         kv_cache_layout="paged" if target.spec.paged else "linear",
         ops=_used_ops([*lowered.graphs, *lowered.encoders, *chain(*lowered.drafts),
-                       *(own for own in (lowered.image, lowered.image_device) if own)]),
+                       *(own for own in (lowered.image, lowered.image_device, lowered.audio)
+                         if own)]),
         tokenizer=tokenizer,
         sampling=sampling, chips=tuple(chips),
         passes=tuple(PassReport(name=report.name, matches=report.matches,

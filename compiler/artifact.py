@@ -19,6 +19,7 @@ import onnx_graphsurgeon as gs
 from llmc import __version__, plugins
 from llmc.artifacts.manifest import (
     FACTS,
+    AudioEncoderProgram,
     Bidirectional,
     Chip,
     CollectiveStep,
@@ -288,6 +289,13 @@ def describe_image(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, ...
     return ImageEncoderProgram(inputs=_describe(graph.inputs), outputs=_describe(graph.outputs),
                                steps=steps, computed=computed, grid=grid,
                                bidirectional=bidirectional, token_id=token_id)
+
+
+def describe_audio(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, ...]) -> \
+        AudioEncoderProgram:
+    """Return the manifest's entry of the encoder of audio clips."""
+    return AudioEncoderProgram(inputs=_describe(graph.inputs), outputs=_describe(graph.outputs),
+                               steps=steps)
 
 
 def describe_draft(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, ...]) -> DraftProgram:

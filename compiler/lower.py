@@ -46,7 +46,7 @@ from llmc.compiler.passes.draft import match_heads, number_caches, read_caches
 from llmc.compiler.passes.embedding import embedding
 from llmc.compiler.passes.encoder import (
     move_memory,
-    name_image_weights,
+    name_media_weights,
     name_weights,
     share_weights,
 )
@@ -250,6 +250,8 @@ IMAGE_PASSES: tuple[GraphPass, ...] = (
     GraphPass("residual", residual),
     GraphPass("add_norm", add_norm),
 )
+# Passes over the encoder of audio clips, which runs on the host.
+AUDIO_PASSES: tuple[GraphPass, ...] = (GraphPass("fold", fold),)
 # Passes over the part of the image encoder that a device runs, as in PASSES.
 IMAGE_DEVICE_PASSES: tuple[GraphPass | RankPass, ...] = (
     GraphPass("pad_heads", pad_heads, _program),  # before projections, which merges GEMMs
@@ -281,7 +283,8 @@ class Lowered:
 
     `encoders` is empty for a model without an encoder, `drafts` for one without a draft model. A
     draft model may have several graphs. `image` is the image encoder, of rank 0. With
-    `image_device`, it computes the inputs of that graph.
+    `image_device`, it computes the inputs of that graph. `audio` is the encoder of audio clips, of
+    rank 0.
     """
 
     graphs: list[gs.Graph]
@@ -295,6 +298,7 @@ class Lowered:
     pooling: PoolingInfo | None = None
     image: gs.Graph | None = None
     image_device: gs.Graph | None = None
+    audio: gs.Graph | None = None
 
 
 def lower(raw: RawModel, options: CompileOptions) -> Lowered:
@@ -303,7 +307,7 @@ def lower(raw: RawModel, options: CompileOptions) -> Lowered:
     Raises:
         LlmcError: the model cannot be compiled; the message names what did not match.
     """
-    return lower_image(divide(fuse(raw, options), options), raw)
+    return lower_media(divide(fuse(raw, options), options), raw)
 
 
 def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = None) -> Fused:
@@ -333,7 +337,8 @@ def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = No
     for step in _FUSE:
         run_pass(step, [graphs], settings, reports)
     _require_kernels(graphs, settings.target)
-    if options.enable_prompt_embeds or (raw.image is not None and raw.image.token_id is None):
+    if options.enable_prompt_embeds or raw.audio is not None or (
+            raw.image is not None and raw.image.token_id is None):
         require_one_reader(raw.graph, raw.architecture, "leave out --enable_prompt_embeds"
                            if options.enable_prompt_embeds else
                            LANGUAGE_MODEL_ONLY)
@@ -394,6 +399,24 @@ def divide(fused: Fused, options: CompileOptions, columns_together: int = 0) -> 
                    fused.dims, fused.encoder_info, fused.draft_info, fused.pooling)
 
 
+def lower_media(lowered: Lowered, raw: RawModel) -> Lowered:
+    """Run the passes over encoders of images and audio, if there are any. Consumes their graphs."""
+    lowered = lower_image(lowered, raw)
+    if raw.audio is None:
+        return lowered
+    graph, reports = raw.audio.graph, list(lowered.reports)
+    tidy(graph)
+    for step in AUDIO_PASSES:
+        reports.append(Report(f"audio.{step.name}", step.run, "audio"))
+        step.run(graph, lowered.settings, reports[-1])
+        tidy(graph)
+        verify(graph, f"audio.{step.name}")
+    name_media_weights([lowered.graphs[0], *(lowered.drafts[0] if lowered.drafts else []),
+                        *(own for own in (lowered.image, lowered.image_device) if own)],
+                       graph, "audio")
+    return replace(lowered, audio=graph, reports=reports)
+
+
 def lower_image(lowered: Lowered, raw: RawModel) -> Lowered:
     """Run the passes over the image encoder, if there is one. Consumes its graph.
 
@@ -414,9 +437,9 @@ def lower_image(lowered: Lowered, raw: RawModel) -> Lowered:
             reports.append(Report("image.device", divide_image, "image"))
             reports[-1].refuse(graph.nodes[-1], NoMatch(str(error).split(";")[0]))
     others = [lowered.graphs[0], *(lowered.drafts[0] if lowered.drafts else [])]
-    name_image_weights(others, graph)
+    name_media_weights(others, graph, "image")
     if device is not None:
-        name_image_weights([*others, graph], device)
+        name_media_weights([*others, graph], device, "image")
     return replace(lowered, image=graph, image_device=device, reports=reports)
 
 

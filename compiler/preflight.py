@@ -6,7 +6,7 @@ The passes verify the exported graph again.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from llmc.compiler.quant.scheme import QUANTIZED_WAYS_OUT, SMALLEST_GROUP
 from llmc.errors import LlmcError
 from llmc.plugins.pool.op import KINDS
 from llmc.plugins.quantization import FLOAT8, INT8
+from llmc.runtime.multimodal.items import PLURALS, Modality
 from llmc.targets import TARGETS, target_spec
 
 TESTED_TRANSFORMERS = ("5.23", "5.24")  # the first and last minor release of `make test-bounds`
@@ -75,7 +76,7 @@ class About:
         has_encoder: whether the model is an encoder-decoder model.
         quantized: quantization method, where the config does not name it.
         task: what the model is compiled for.
-        takes_images: whether its image encoder is compiled.
+        media: kinds of items of prompts whose encoders are compiled.
     """
 
     config: Mapping[str, Any]
@@ -83,7 +84,7 @@ class About:
     has_encoder: bool
     quantized: str = ""
     task: str = "generate"
-    takes_images: bool = False
+    media: Sequence[Modality] = ()
 
     @property
     def name(self) -> str:
@@ -382,11 +383,12 @@ def _enable_prompt_embeds_of(options: CompileOptions, about: About) -> str | Non
             f"--enable_prompt_embeds")
 
 
-def _images(options: CompileOptions, about: About) -> str | None:
-    if not about.takes_images or target_spec(options.target).image_encoders:
+def _media(options: CompileOptions, about: About) -> str | None:
+    if not about.media or target_spec(options.target).media_encoders:
         return None
-    takers = " or ".join(name for name, target in TARGETS.items() if target.image_encoders)
-    return (f"'{about.name}' takes images, which target '{options.target}' does not support; "
+    takers = " or ".join(name for name, target in TARGETS.items() if target.media_encoders)
+    names = " and ".join(PLURALS[own] for own in about.media)
+    return (f"'{about.name}' takes {names}, which target '{options.target}' does not support; "
             f"compile with --target {takers}, or {LANGUAGE_MODEL_ONLY}")
 
 
@@ -487,7 +489,7 @@ MODEL_CHECKS: dict[str, Callable[[CompileOptions, About], str | None]] = {
     "draft": _draft_of,
     "enable_lora": _enable_lora_of,
     "enable_prompt_embeds": _enable_prompt_embeds_of,
-    "images": _images,
+    "media": _media,
     "calibrated": _calibrated,
     "decoder start": _decoder_start,
     "experts": _experts,

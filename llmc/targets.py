@@ -26,6 +26,7 @@ class TargetSpec:
         encoder_file: name of the encoder's file in a chip's directory.
         draft_file: name of the draft model's file in a chip's directory.
         image_file: name of the image encoder's file in a chip's directory.
+        audio_file: name of the file of the encoder of audio in a chip's directory.
         gpu: ranks run on GPUs; otherwise on CPU cores.
         kernels: llmc's CUDA kernels compute llmc's ops; otherwise their ONNX function bodies do.
         runs_any_op: the engine runs every llmc op, if necessary by its ONNX function body.
@@ -43,7 +44,7 @@ class TargetSpec:
         adapters: the form in which the engine takes LoRA adapters, rows or slots; see
             llmc.plugins.lora. Empty: it takes none.
         embeds: prompts may have rows in place of embeddings of token ids.
-        image_encoders: prompts may have images.
+        media_encoders: prompts may have images or audio.
         dtypes: dtypes of weights and activations; the last is the fallback of `--dtype auto`.
         kv_dtypes: dtypes of KV caches, in addition to `dtypes`.
         weight_dtypes: dtypes of quantized weights that `--quantize` may produce.
@@ -73,6 +74,7 @@ class TargetSpec:
     encoder_file: str = "encoder.onnx"
     draft_file: str = "draft.onnx"
     image_file: str = "image.onnx"
+    audio_file: str = "audio.onnx"
     gpu: bool = False
     kernels: bool = False
     runs_any_op: bool = False
@@ -89,7 +91,7 @@ class TargetSpec:
     pools: bool = False
     adapters: Literal["", "rows", "slots"] = ""
     embeds: bool = False
-    image_encoders: bool = False
+    media_encoders: bool = False
     dtypes: tuple[str, ...] = ("float32",)
     kv_dtypes: tuple[str, ...] = ()
     weight_dtypes: tuple[str, ...] = ()
@@ -163,7 +165,7 @@ CPU = register(TargetSpec(
     name="cpu", compiler="llmc.compiler.targets.cpu", engine="llmc.runtime.engines.cpu:CpuEngine",
     runs_any_op=True, reads_features=True, recurrent_state=True, latent_caches=True,
     shared_caches=True, drafts=True, pools=True, adapters="rows", embeds=True,
-    image_encoders=True,
+    media_encoders=True,
     weight_dtypes=_WEIGHT_DTYPES,
     expert_dtypes=("int4", "uint4", "int8", "uint8"),  # those of QMoE
     group_multiple=1, permutes_columns=True, mla_projections=True,
@@ -176,7 +178,7 @@ CUDA = register(TargetSpec(
     gpu=True, kernels=True, runs_program=True, samples_on_device=True, paged=True,
     reads_features=True,
     recurrent_state=True, latent_caches=True, shared_caches=True, drafts=True, adapters="slots",
-    pools=True, embeds=True, image_encoders=True,
+    pools=True, embeds=True, media_encoders=True,
     dtypes=_FLOATS, kv_dtypes=("float8_e4m3fn",), weight_dtypes=_WEIGHT_DTYPES,
     expert_dtypes=_CUDA_EXPERT_DTYPES,
     group_multiple=32,  # columns per load of csrc/kernels/gemm/packed_gemv.cu

@@ -30,7 +30,7 @@ class Chat:
         self._llm, self._params, self._adapter = llm, params, adapter
         self.messages: list[dict[str, Any]] = []
 
-    def say(self, message: str, images: Sequence[Any] = ()) -> \
+    def say(self, message: str, images: Sequence[Any] = (), audio: Sequence[Any] = ()) -> \
             Generator[CompletionChunk, None, None]:
         """Yield chunks of the answer to a message.
 
@@ -40,12 +40,13 @@ class Chat:
         Args:
             message: a text.
             images: pictures of the message: paths, data: URLs, bytes or PIL images.
+            audio: clips of the message; see `LLM.media_prompt`.
 
         Raises:
-            LlmcError: the model has no chat template or takes no images, an image is invalid, or
-                the conversation exceeds the KV cache. The message is then discarded.
+            LlmcError: the model has no chat template or does not take the items, one is invalid,
+                or the conversation exceeds the KV cache. The message is then discarded.
         """
-        messages = [*self.messages, user_message(message, images)]
+        messages = [*self.messages, user_message(message, images, audio)]
         prompt = self._llm.chat_prompt(messages)
         room = self._llm.manifest.dims.max_seq_len
         if len(prompt) > room:

@@ -17,6 +17,7 @@ from llmc.runtime.core.step import EngineLimits, Step, StepOutput
 from llmc.runtime.devices import Placement
 from llmc.runtime.engines.cuda import CudaEngine
 from llmc.runtime.engines.cuda_image_encoder import load_image_encoder
+from llmc.runtime.engines.media_encoders import MediaEncoders
 from llmc.runtime.engines.remote import RemoteEngine, load_engine
 from llmc.runtime.replica import EngineConfig
 
@@ -29,8 +30,9 @@ class GpuReplica:
     """An `Engine` of one or several GPUs.
 
     The first rank is in this process, each other in a separate one. All run the same steps and
-    sample the same tokens. If one fails, all are ended. An image encoder runs in this process and
-    on the first GPU, before the step that reads its rows is submitted.
+    sample the same tokens. If one fails, all are ended. Encoders of images and audio run in this
+    process, that of images also on the first GPU, before the step that reads their rows is
+    submitted.
 
     Raises:
         LlmcError: see `CudaEngine`.
@@ -47,9 +49,10 @@ class GpuReplica:
             max_lora_rank=config.max_lora_rank)
         self._ranks: list[_Rank] = []
         self._first: CudaEngine
-        self._images = None if manifest.image is None else \
-            load_image_encoder(manifest, case_dir, len(os.sched_getaffinity(0)),
-                               placements[0].device)
+        threads = len(os.sched_getaffinity(0))
+        self._media = None if not manifest.media else MediaEncoders(
+            manifest, case_dir, threads, None if manifest.image is None else
+            load_image_encoder(manifest, case_dir, threads, placements[0].device))
         size = manifest.tp_size
         others: dict[int, RemoteEngine] = {}
 
@@ -81,8 +84,8 @@ class GpuReplica:
 
     def submit(self, step: Step) -> int:
         """See `Engine`."""
-        if self._images is not None:
-            step = self._images.fill(step).without_images()
+        if self._media is not None:
+            step = self._media.fill(step).without_media()
         try:
             for rank in self._others:
                 rank.submit(step)
@@ -112,7 +115,7 @@ class GpuReplica:
 
     def close(self) -> None:
         """See `Engine`."""
-        self._images = None  # frees its memory
+        self._media = None  # frees its memory
         for rank in reversed(self._ranks):
             rank.close()
 

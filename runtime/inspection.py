@@ -69,6 +69,7 @@ def summarize(manifest: Manifest, batch_size: int = 1) -> dict[str, Any]:
         "encoder": manifest.encoder.model_dump() if manifest.encoder else None,
         "draft": manifest.draft.model_dump() if manifest.draft else None,
         "image": manifest.image.model_dump() if manifest.image else None,
+        "audio": manifest.audio.model_dump() if manifest.audio else None,
         "pooling": manifest.pooling.model_dump() if manifest.pooling else None,
         "dtype": manifest.dtype, "tp_size": manifest.tp_size, "target": manifest.target.kind,
         "llmc_version": manifest.llmc_version, "ops": manifest.ops, "chips": chips,

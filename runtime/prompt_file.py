@@ -18,9 +18,9 @@ from llmc.runtime.prompts import Prompt, read_token_ids
 from llmc.runtime.sampling.params import FIELDS, SamplingParams
 
 _PROMPTS = ("prompt", "token_ids", "messages")
-_IMAGES = "images"
+_EXAMPLES = {"images": "a.png", "audio": "a.wav"}  # files by the key of a request
 _FIELDS = tuple(field.name for field in FIELDS)
-_KEYS = (*_PROMPTS, _IMAGES, "id", "adapter", *_FIELDS)
+_KEYS = (*_PROMPTS, *_EXAMPLES, "id", "adapter", *_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def read_requests(llm: LLM, lines: Sequence[bytes], defaults: SamplingParams, *,
 
     A request has one of `prompt` (text), `token_ids` and `messages` (each with role and content,
     for the chat template), any fields of `SamplingParams`, and an optional `id` and `adapter`.
-    `prompt` and `token_ids` may have `images`, paths or data: URLs.
+    `prompt` and `token_ids` may have `images` and `audio`, paths or data: URLs.
 
     Args:
         defaults: for fields that a request omits.
@@ -156,7 +156,8 @@ def _read_request(llm: LLM, request: dict[str, Any], defaults: SamplingParams, c
         fields["logit_bias"] = {_token_id(key): bias
                                 for key, bias in fields["logit_bias"].items()}
     params = dataclasses.replace(defaults, **fields)
-    prompt = _prompt(llm, kinds[0], request[kinds[0]], request.get(_IMAGES, ()), chat)
+    prompt = _prompt(llm, kinds[0], request[kinds[0]],
+                     {own: request.get(own, ()) for own in _EXAMPLES}, chat)
     llm.stream([prompt], params, adapter=[adapter])  # validates the request without running it
     return prompt, params
 
@@ -168,24 +169,28 @@ def _token_id(key: str) -> int:
     return int(key)
 
 
-def _prompt(llm: LLM, kind: str, value: Any, images: Any, chat: bool) -> Prompt:
+def _prompt(llm: LLM, kind: str, value: Any, media: dict[str, Any], chat: bool) -> Prompt:
     """Return what the model gets.
 
     Args:
-        images: paths or data: URLs of `prompt` or `token_ids`.
+        media: `images` and `audio` of `prompt` or `token_ids`, paths or data: URLs.
     """
-    if not isinstance(images, list | tuple) or not all(isinstance(own, str) for own in images):
-        raise LlmcError('images is not a list of paths or data: URLs like ["a.png"]')
+    for name, own in media.items():
+        if not isinstance(own, list | tuple) or not all(isinstance(each, str) for each in own):
+            raise LlmcError(f'{name} is not a list of paths or data: URLs like '
+                            f'["{_EXAMPLES[name]}"]')
+    given = next((name for name, own in media.items() if own), None)
     if kind == "messages":
         if not isinstance(value, list):
             raise LlmcError('messages is not a list like [{"role": "user", "content": "…"}]')
-        if images:
-            raise LlmcError('images is given with messages; put parts like {"type": "image", '
-                            '"path": "a.png"} into their contents')
+        if given is not None:
+            raise LlmcError(f'{given} is given with messages; put parts like {{"type": '
+                            f'"{given.removesuffix("s")}", "path": "{_EXAMPLES[given]}"}} into '
+                            f'their contents')
         return llm.chat_prompt(value)
     if kind == "prompt" and not isinstance(value, str):
         raise LlmcError("prompt is not a text")
     if kind == "prompt" and chat:
-        return llm.chat_prompt([user_message(value, images)])
+        return llm.chat_prompt([user_message(value, **media)])
     prompt: str | list[int] = value if kind == "prompt" else read_token_ids(value, "token_ids")
-    return llm.media_prompt(prompt, images=images) if images else prompt
+    return llm.media_prompt(prompt, **media) if given is not None else prompt

@@ -20,7 +20,7 @@ from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_SCORED
 from llmc.runtime.engines.cpu import MAX_CHUNK, SCORE_BYTES, CpuEngine, check_ops
 from llmc.runtime.engines.draft_step import lookahead
 from llmc.runtime.engines.host import HostSampling
-from llmc.runtime.engines.image_encoder import ImageEncoder
+from llmc.runtime.engines.media_encoders import MediaEncoders
 from llmc.runtime.speculation.config import MAX_DRAFTS
 
 _SCORED_BYTES = 2**26  # of logits of prompt tokens in a step; ranks may hold them twice
@@ -193,9 +193,9 @@ class CpuReplica:
         self._engines: list[CpuEngine] = []
         try:
             self._engines = self._on_all_ranks(load)
-            self._images = None if manifest.image is None else \
-                ImageEncoder(manifest, case_dir, sum(len(own.cores) for own in placements))
-            used = {name for own in (*self._engines, self._images) if own for name in own.ops}
+            self._media = None if not manifest.media else \
+                MediaEncoders(manifest, case_dir, sum(len(own.cores) for own in placements))
+            used = {name for own in (*self._engines, self._media) if own for name in own.ops}
             check_ops(manifest, used, limits.proposes)
         except BaseException:
             self.close()
@@ -203,8 +203,8 @@ class CpuReplica:
 
     def compute(self, step: Step) -> np.ndarray:
         """Execute a step on all ranks; returns logits, float32 [num_logits, vocab_size]."""
-        if self._images is not None:
-            step = self._images.fill(step)
+        if self._media is not None:
+            step = self._media.fill(step)
         return self._on_each(lambda engine: engine.compute(step))[0][:, :self._vocab]
 
     def pool(self, step: Step) -> list[np.ndarray]:

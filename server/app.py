@@ -39,7 +39,13 @@ from llmc.server.answer import Answer, error_event
 from llmc.server.chat import ChatAnswer, read_chat
 from llmc.server.completions import CompletionAnswer, read_completion
 from llmc.server.errors import ApiError, context_error, error_body, prompt_too_long
-from llmc.server.limits import OPEN, AdmissionGate, ServerLimits
+from llmc.server.limits import (
+    OPEN,
+    AdmissionGate,
+    LargeBodies,
+    ReleasesBodies,
+    ServerLimits,
+)
 from llmc.server.log import ENDING, LOGGER, Logged, note
 from llmc.server.messages import (
     CountTokensRequest,
@@ -187,6 +193,7 @@ class Api:
         self._operations = (*OPERATIONS, *((TOKENIZER_INFO,) if tokenizer_info else ()),
                             *(LORA_UPDATES if lora_updates else ()))
         self._access = access or Access()
+        self._large_bodies = LargeBodies()
         self._responses = responses or ResponseStore(0, 1)
         self._lora_updates = asyncio.Lock()
         self._gates = {model.name: AdmissionGate.of(limits, model.llm.max_num_seqs)
@@ -213,7 +220,8 @@ class Api:
             routes=[Route(operation.path.replace("{name}", "{name:path}"),
                           getattr(self, operation.endpoint), methods=[operation.method])
                     for operation in self._operations],
-            middleware=[Middleware(Logged), Middleware(Guarded, access=self._access),
+            middleware=[Middleware(Logged), Middleware(ReleasesBodies, large=self._large_bodies),
+                        Middleware(Guarded, access=self._access),
                         *self._access.cors, Middleware(Authenticated, limits=self._limits)],
             exception_handlers={HTTPException: self._http_error, LlmcError: self._llmc_error,
                                 ClientDisconnect: self._client_disconnect,
@@ -445,7 +453,7 @@ class Api:
 
     async def _speak(self, request: Request, kind: type[SpeechRequest]) -> Response:
         """Answer a request with speech."""
-        raw = await self._receive(request, "multipart/form-data")
+        raw = await self._receive(request, "multipart/form-data", with_media=True)
         form, file = read_form(raw, request.headers.get("content-type", ""))
         body = kind.read(form)
         if body.ignored:
@@ -502,11 +510,13 @@ class Api:
                            stack.pop_all().close)
         raise AssertionError  # unreachable, but mypy cannot know
 
-    async def _receive(self, request: Request, accepted: str = "application/json") -> bytes:
-        """Receive a request's body of this content type."""
+    async def _receive(self, request: Request, accepted: str = "application/json", *,
+                       with_media: bool = False) -> bytes:
+        """Receive a request's body of this content type, which may have images or audio."""
+        large = self._large_bodies if with_media else None
         try:
             async with asyncio.timeout(self._limits.body_timeout):
-                return await self._limits.read(request, accepted)
+                return await self._limits.read(request, accepted, large)
         except TimeoutError:
             raise ApiError(f"the request's body did not arrive within "
                            f"{self._limits.body_timeout:g} s", 408) from None
@@ -517,7 +527,8 @@ class Api:
         return self._model_of(request, body.model), body
 
     async def _read_body(self, request: Request, kind: type[_Kind]) -> _Kind:
-        raw = await self._receive(request)
+        takes_media = any(own.media is not None for own in self.served.values())
+        raw = await self._receive(request, with_media=takes_media and kind.TAKES_MEDIA)
         await next(iter(self.served.values())).offload.check_body(raw)
         body = kind.read(raw)
         if body.ignored:

@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llmc.errors import LlmcError, shortened
 from llmc.server.errors import ApiError
 
 # Paths without authentication: they generate nothing and expose no client's data.
 OPEN = ("/", "/health", "/load", "/metrics", "/openapi.json", "/ping", "/version")
+_LARGE_BODIES = 512 << 20  # bytes of bodies above max_request_bytes, of all requests
+_BODY_BYTES = "llmc.body_bytes"  # key of a request's scope
 
 
 # A line of --api_key_file: `name: key`, or `key`. A bearer token has no spaces.
@@ -35,6 +38,7 @@ class ServerLimits:
             equal share for each key, at least the batch size.
         allow_priority: accept requests with a priority other than 0.
         max_request_bytes: maximum size of a request's body.
+        max_media_request_bytes: the same of requests with audio or images, if it is larger.
         request_timeout: seconds, from a request's arrival to its end.
         body_timeout: seconds, for a request's body to arrive.
         drain_timeout: seconds, for requests to finish at shutdown.
@@ -51,6 +55,7 @@ class ServerLimits:
     max_seqs_per_key: int | None = None
     allow_priority: bool = False
     max_request_bytes: int = 8 * 2**20
+    max_media_request_bytes: int = 26 * 2**20
     request_timeout: float = 1800.0
     body_timeout: float = 30.0
     drain_timeout: int = 30
@@ -72,8 +77,9 @@ class ServerLimits:
         if self.max_seqs_per_key is not None and self.max_seqs_per_key < 1:
             raise LlmcError(f"max_seqs_per_key is {self.max_seqs_per_key}, expected at least 1; "
                             f"give a larger number, or leave it out")
-        for name in ("max_request_bytes", "request_timeout", "body_timeout", "drain_timeout",
-                     "header_timeout", "write_timeout", "stall_timeout"):
+        for name in ("max_request_bytes", "max_media_request_bytes", "request_timeout",
+                     "body_timeout", "drain_timeout", "header_timeout", "write_timeout",
+                     "stall_timeout"):
             if not getattr(self, name) > 0:
                 raise LlmcError(f"{name} is {getattr(self, name)}, expected more than 0; give a "
                                 f"larger number")
@@ -111,27 +117,69 @@ class ServerLimits:
         """
         return json.dumps([key, given]) if len(self.api_keys) > 1 else given
 
-    async def read(self, request: Request, accepted: str = "application/json") -> bytes:
+    async def read(self, request: Request, accepted: str, large: LargeBodies | None) -> bytes:
         """Read a request's body.
 
         Args:
             accepted: its content type.
+            large: memory of bodies above `max_request_bytes`; None: it may have no media.
 
         Raises:
-            ApiError: it has another content type, or is too large.
+            ApiError: it has another content type, or is too large, or large bodies of other
+                requests take the memory.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         # Cross-site pages cannot send JSON without CORS; forms are sent with an Origin.
         if kind != accepted:
             raise ApiError(f"the content-type is '{shortened(kind)}', expected {accepted}", 415)
         parts, size = [], 0
+        most = self.max_request_bytes if large is None else \
+            max(self.max_request_bytes, self.max_media_request_bytes)
         async for part in request.stream():
             size += len(part)
-            if size > self.max_request_bytes:
-                raise ApiError(f"the request has more than {self.max_request_bytes} bytes; send a "
-                               f"smaller one", 413)
+            if size > most:
+                raise ApiError(f"the request has more than {most} bytes; send a smaller one", 413)
+            if large is not None and size > self.max_request_bytes:
+                large.hold(request.scope, size)
             parts.append(part)
         return b"".join(parts)
+
+
+class LargeBodies:
+    """Memory of the bodies above `max_request_bytes`, until their requests end."""
+
+    def __init__(self) -> None:
+        self._held = 0  # bytes
+
+    def hold(self, scope: Scope, size: int) -> None:
+        """Note the size of a request's body so far. One request is always admitted.
+
+        Raises:
+            ApiError: the bodies of all requests would exceed the limit.
+        """
+        others = self._held - scope.get(_BODY_BYTES, 0)
+        if others and others + size > _LARGE_BODIES:
+            raise ApiError(f"large bodies of other requests take {others} of at most "
+                           f"{_LARGE_BODIES} bytes; retry after Retry-After", 429,
+                           code="rate_limit_exceeded", headers={"Retry-After": "1"})
+        self._held, scope[_BODY_BYTES] = others + size, size
+
+    def release(self, scope: Scope) -> None:
+        """Note that a request has ended."""
+        self._held -= scope.pop(_BODY_BYTES, 0)
+
+
+class ReleasesBodies:
+    """Middleware that frees the memory of a request's large body when the request ends."""
+
+    def __init__(self, app: ASGIApp, large: LargeBodies) -> None:
+        self._app, self._large = app, large
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._large.release(scope)
 
 
 def read_api_keys(keys: Iterable[str], path: Path | None) -> dict[str, str]:

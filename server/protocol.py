@@ -83,6 +83,7 @@ class Body(Fields):
 
     model_config = ConfigDict(extra="allow", frozen=True)
     REFUSED: ClassVar[Refused] = {}
+    TAKES_MEDIA: ClassVar[bool] = False  # whether it may have images or audio
 
     model: str | None = None
 
@@ -509,6 +510,7 @@ class Conversation(Generation):
     """
 
     PROMPT: ClassVar[str] = "messages"
+    TAKES_MEDIA: ClassVar[bool] = True
 
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
 
@@ -768,6 +770,8 @@ def _required(index: int, item: Item, name: str) -> str:
 
 class TokenizeRequest(Body):
     """The body of vLLM's /tokenize: a prompt or messages."""
+
+    TAKES_MEDIA: ClassVar[bool] = True
 
     prompt: str | None = None
     messages: Annotated[list[Message], Field(fail_fast=True)] | None = None

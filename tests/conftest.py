@@ -6,6 +6,7 @@ import os
 import shutil
 from importlib.util import find_spec
 
+import audio_models
 import cores
 import export_cache
 import families
@@ -206,6 +207,15 @@ def tiny_speech(tmp_path_factory):
     model = speech.tiny_whisper(root / "hf")
     llmc.compile(root / "hf", root / "case")
     return model, root / "hf", root / "case"
+
+
+@pytest.fixture(scope="session")
+def tiny_audio(tmp_path_factory):
+    """A tiny Qwen2-Audio: the model, and its case directory."""
+    root = tmp_path_factory.mktemp("audio")
+    model = audio_models.write_model("qwen2_audio", root / "hf")
+    llmc.compile(root / "hf", root / "case")
+    return model, root / "case"
 
 
 def write_word_tokenizer(directory, end_id):

@@ -27,6 +27,7 @@ class Family:
 
 GEMMA = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>",
          "image_token": "<image_soft_token>"}
+WHISPER = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 128}
 FAMILIES = {
     "qwen2_vl": Family(
         "Qwen2VLProcessor", {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 3136,
@@ -197,6 +198,12 @@ FAMILIES = {
         "Qwen2AudioProcessor", {}, {"feature_extractor_type": "WhisperFeatureExtractor",
                                     "feature_size": 128},
         others=("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")),
+    "audioflamingo3": Family("AudioFlamingo3Processor", {}, WHISPER, {
+        "max_audio_len": 65}, others=("<sound>",)),
+    "glmasr": Family("GlmAsrProcessor", {}, WHISPER, {
+        "audio_token": "<|pad|>", "max_audio_len": 65}, others=("<|pad|>",)),
+    "voxtral": Family("VoxtralProcessor", {}, WHISPER, {
+        "audio_token": "[AUDIO]"}, others=("[AUDIO]", "[BEGIN_AUDIO]")),
     "whisper": Family("WhisperProcessor", {}, {
         "feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 80}),
 }

@@ -39,6 +39,7 @@ from llmc.runtime.core.step import (
 from llmc.runtime.engines.cuda import extension, lora_limits, step_arrays
 from llmc.runtime.engines.host import HostSampling
 from llmc.runtime.engines.image_encoder import DividedImageEncoder, ImageEncoder
+from llmc.runtime.engines.media_encoders import MediaEncoders
 from llmc.runtime.engines.state_slots import StateSlots
 from llmc.runtime.speculation.ngram import NgramDrafter
 
@@ -544,7 +545,9 @@ class Interpreters:
         self.limits = limits
         self.ranks = [Interpreter(case, rank, communicator, limits) for rank in range(count)]
         manifest = self.ranks[0].manifest
-        self.images = None if manifest.image is None else interpreted_image_encoder(manifest, case)
+        self.media = None if not manifest.media else MediaEncoders(
+            manifest, case, 2, None if manifest.image is None else
+            interpreted_image_encoder(manifest, case))
 
     def _on_all(self, work: Callable[[Interpreter], Any]) -> list[Any]:
         def guarded(rank: Interpreter) -> Any:
@@ -558,8 +561,8 @@ class Interpreters:
             return list(threads.map(guarded, self.ranks))
 
     def compute(self, step: Step) -> np.ndarray:
-        if self.images is not None:
-            step = self.images.fill(step).without_images()
+        if self.media is not None:
+            step = self.media.fill(step).without_media()
         return self._on_all(lambda rank: rank.compute(step))[0]
 
     def pool(self, step: Step) -> list[np.ndarray]:

@@ -15,7 +15,7 @@ def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_co
          allow_pickle: bool = False, revision: str | None = None,
          check: Check = unchecked, mtp: bool = False, task: str = "",
          pooling: str = "", scoring: Scoring = BY_CHECKPOINT,
-         takes_embeds: bool = False, takes_images: bool = False) -> RawModel:
+         takes_embeds: bool = False, takes_media: bool = False) -> RawModel:
     """Read a model.
 
     Args:
@@ -30,7 +30,7 @@ def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_co
         pooling: of its hidden states; "": as the checkpoint says.
         scoring: of pairs of texts.
         takes_embeds: whether rows may replace the token embeddings.
-        takes_images: whether to export the image encoder of a model that has one and a processor.
+        takes_media: whether to export encoders of images and audio of a model that has a processor.
 
     Raises:
         LlmcError: the model is missing, incomplete, or its architecture is unknown.
@@ -65,7 +65,7 @@ def load(model: str | Path, *, hf_dir: str | Path | None = None, trust_remote_co
     return load_huggingface(model, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle,
                             revision=revision, check=check, mtp=mtp, task=task, pooling=pooling,
                             scoring=scoring, takes_embeds=takes_embeds,
-                            takes_images=takes_images)
+                            takes_media=takes_media)
 
 
 def _existing(path: Path) -> Path:

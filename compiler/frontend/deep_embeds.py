@@ -16,7 +16,7 @@ import onnx_graphsurgeon as gs
 import torch
 
 from llmc import plugins
-from llmc.artifacts.manifest import IMAGE_ROWS
+from llmc.artifacts.manifest import MEDIA_ROWS
 from llmc.compiler.frontend.parts import text_config
 from llmc.compiler.frontend.raw import RawImageEncoder
 from llmc.compiler.frontend.trace import root_cause
@@ -40,7 +40,7 @@ def mark_deep_embeds(graph: gs.Graph, model: Any, image: RawImageEncoder) -> Non
     Raises:
         LlmcError: it has deep rows, and where they are added is unknown.
     """
-    count = sum(tensor.name.startswith(f"{IMAGE_ROWS}_") for tensor in image.graph.outputs)
+    count = sum(tensor.name.startswith(f"{MEDIA_ROWS}_") for tensor in image.graph.outputs)
     if not count:
         return
     tensors = graph.tensors()

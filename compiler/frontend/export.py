@@ -21,6 +21,7 @@ from accelerate import init_empty_weights
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from llmc.artifacts.manifest import FeatureRows
+from llmc.compiler.frontend.audio_export import export_audio
 from llmc.compiler.frontend.bind import (
     Checkpoint,
     as_modules_have,
@@ -50,7 +51,7 @@ from llmc.compiler.frontend.parts import (
 )
 from llmc.compiler.frontend.pooling import LogitScore, PoolingPlan, append_layers
 from llmc.compiler.frontend.position_grid import position_grid
-from llmc.compiler.frontend.raw import RawImageEncoder
+from llmc.compiler.frontend.raw import RawAudioEncoder, RawImageEncoder
 from llmc.compiler.frontend.repeat import (
     CannotRepeat,
     LayerPlan,
@@ -75,7 +76,7 @@ class Exported:
     With MTP layers as a draft model, `mtp` has their graphs; see `RawDraft`. `max_tokens` is the
     number of positions that the model's position table leaves for tokens, if it reserves some.
     `features` describes the rows that the encoder reads in place of tokens, if it does. `image` is
-    the image encoder.
+    the image encoder, `audio` that of audio clips.
     """
 
     graph: gs.Graph
@@ -85,12 +86,13 @@ class Exported:
     max_tokens: int | None = None
     features: FeatureRows | None = None
     image: RawImageEncoder | None = None
+    audio: RawAudioEncoder | None = None
 
 
 def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
            linear: Set[str] = frozenset(), trust_remote_code: bool = False,
            mtp: bool = False, pooling: PoolingPlan | None = None,
-           takes_embeds: bool = False, images: ProcessorDescription | None = None) -> Exported:
+           takes_embeds: bool = False, media: ProcessorDescription | None = None) -> Exported:
     """Export a causal LM, an encoder-decoder model, or a model whose outputs are pooled.
 
     Args:
@@ -103,8 +105,8 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
         mtp: whether to export the MTP layers of a causal LM, too.
         pooling: what to compile the model for; None: text generation.
         takes_embeds: keep the mark of the token embedding's output, see `TOKEN_EMBEDS`.
-        images: preprocessing of images, if the image encoder is exported, too. The mark is then
-            kept.
+        media: preprocessing of images and audio, if their encoders are exported, too. The mark is
+            then kept.
 
     Raises:
         LlmcError: the architecture is unknown, the export fails, a tensor is missing or unused,
@@ -120,13 +122,15 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
     notes: list[str] = []
     names: dict[int, str] = {}  # of weights by identity, shared between the parts
     parts = (DECODER, ENCODER) if config.is_encoder_decoder else (CAUSAL_LM,)
+    takes_images = media is not None and media.image is not None
     with alone():
-        masks = ImageMasks() if images is None else check_language_model(config, images)
+        masks = check_language_model(config, media) if media is not None and takes_images \
+            else ImageMasks()
         text = text_config(config)
         if text is not config and getattr(text, "use_bidirectional_attention", None) is True \
                 and (masks.kind or image_masks(config, 0).kind):
             text.use_bidirectional_attention = False  # only the ranges of images are
-        notes += _ignored_inputs(config, images is not None)
+        notes += _ignored_inputs(config, media)
         complete, all_tensors = copy.deepcopy(config), tensors
         model = _empty_model(config, parts[0], trust_remote_code)
         tensors = as_modules_have(model, tensors, linear)
@@ -145,14 +149,25 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
         for part in parts:
             check_features(model, part)
         check_made(model, completed, origin)
-        grid = None if images is None else position_grid(complete)
+        grid = position_grid(complete) if takes_images else None
         # Before the language model: what is not supported ends the compilation early.
-        image = None if images is None else export_image(complete, all_tensors, origin, images,
-                                                         names, grid, masks)
+        image = audio = None
+        if media is not None and takes_images:
+            image = export_image(complete, all_tensors, origin, media, names, grid, masks)
+        if media is not None and media.audio is not None:
+            try:
+                if masks.kind:
+                    raise LlmcError("tokens of its images see each other, which llmc does not "
+                                    "support beside audio")
+                audio = export_audio(complete, all_tensors, origin, media, names)
+            except LlmcError as error:
+                if not takes_images:
+                    raise
+                notes.append(f"input of audio is not supported: {error}")
         graphs = [_export_part(copy.deepcopy(config), part, model, completed, origin,
                                trust_remote_code, names, notes, by_axis=grid is not None)
                   for part in parts]
-        if not takes_embeds and images is None:
+        if not takes_embeds and media is None:
             remove_mark(graphs[0])
         if image is not None:
             _mark_bidirectional(graphs[0], masks, origin)
@@ -169,7 +184,7 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
         check_all_used(model, checkpoint, names, origin, with_buffers)
         features = feature_rows(model) if len(graphs) > 1 and reads_features(model) else None
     return Exported(graphs[0], notes, graphs[1] if len(graphs) > 1 else None, draft,
-                    features=features, image=image)
+                    features=features, image=image, audio=audio)
 
 
 def _mark_bidirectional(graph: gs.Graph, masks: ImageMasks, origin: str) -> None:
@@ -260,16 +275,18 @@ def _max_tokens(model: Any) -> int | None:
     return most - tables[0].padding_idx - 1 if tables and most else None
 
 
-def _ignored_inputs(config: Any, takes_images: bool) -> list[str]:
+def _ignored_inputs(config: Any, media: ProcessorDescription | None) -> list[str]:
     """Return a note if the model has encoders that are not compiled."""
-    kinds = [kind for key, kind in (("vision_config", "images"), ("audio_config", "audio"))
-             if getattr(config, key, None) is not None and not (takes_images and kind == "images")]
-    if not kinds:
+    known = (("vision_config", "images", media and media.image),
+             ("audio_config", "audio", media and media.audio))
+    ignored = [kind for key, kind, compiled in known
+               if getattr(config, key, None) is not None and not compiled]
+    if not ignored:
         return []
-    return [f"input of audio is not supported: only the language model and the image encoder of "
-            f"'{config.model_type}' are compiled" if takes_images else
-            f"input of {' and '.join(kinds)} is not supported: only the language model of "
-            f"'{config.model_type}' is compiled"]
+    parts = ["the language model", *(f"the encoder of {kind}" for _, kind, compiled in known
+                                     if compiled)]
+    return [f"input of {' and '.join(ignored)} is not supported: only {' and '.join(parts)} of "
+            f"'{config.model_type}' {'is' if len(parts) == 1 else 'are'} compiled"]
 
 
 def _language_config(config: Any, whole: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from llmc.errors import LlmcError, reason_of
 from llmc.runtime.chat_template import DEFAULT
 from llmc.runtime.multimodal.description import describe_processor
 from llmc.runtime.multimodal.feature_extractors import WhisperFeatureExtractor
+from llmc.runtime.multimodal.items import PLURALS, Modality
 from llmc.runtime.multimodal.processor import ProcessorDescription
 from llmc.runtime.tokenizer import read_tokenizer
 
@@ -45,7 +47,7 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
                      allow_pickle: bool = False, revision: str | None = None,
                      check: Check = unchecked, mtp: bool = False, task: str = "",
                      pooling: str = "", scoring: Scoring = BY_CHECKPOINT,
-                     takes_embeds: bool = False, takes_images: bool = False) -> RawModel:
+                     takes_embeds: bool = False, takes_media: bool = False) -> RawModel:
     """Export the model in a directory, or download it by hub id first.
 
     Args: see `load`.
@@ -65,13 +67,16 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
     decoded = read_quantized(directory, _plain_config(directory),
                              lambda: open_checkpoint(directory, allow_pickle))
     config = read_config(directory, trust_remote_code)  # imports transformers: seconds
+    if getattr(config, "thinker_config", None) is not None:
+        raise LlmcError(f"'{config.model_type}' has its language model in thinker_config, beside a "
+                        f"model that speaks, which llmc does not support; use another model")
     generation = _generation(directory)
     if config.is_encoder_decoder and not generation:  # as transformers does
         from transformers import GenerationConfig
         generation = GenerationConfig.from_model_config(config).to_dict()
-    images = takes_images and plan is None and _takes_images(config, directory)
+    media = _media_of(config, directory) if takes_media and plan is None else ()
     check(_plain_config(directory), generation, config.is_encoder_decoder, "",
-          "generate" if plan is None else plan.task, images)
+          "generate" if plan is None else plan.task, media)
     template = scoring.read_template()
     if plan is not None and template is not None:
         plan = replace(plan, pair_template=True)
@@ -81,13 +86,15 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
         if plan is not None and plan.pair_template:
             write_chat_templates(templates, scratch)
             check_pair_template(scratch)
-        processor = _describe_images(directory, scratch) if images else \
+        processor = _describe_media(directory, scratch, media) if media else \
             _describe_speech(config, directory, scratch)
     from llmc.compiler.frontend.export import export
 
     exported = export(config, decoded.tensors, str(directory), linear=decoded.linear,
                       trust_remote_code=trust_remote_code, mtp=mtp, pooling=plan,
-                      takes_embeds=takes_embeds, images=processor if images else None)
+                      takes_embeds=takes_embeds, media=processor if media else None)
+    if media and exported.audio is None and processor is not None:
+        processor = processor.model_copy(update={"audio": None})
     if exported.features is not None and processor is not None:
         _check_features(exported.features, processor, directory)
     if plan is not None and exported.max_tokens is not None:
@@ -100,35 +107,49 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
     return RawModel(exported.graph, plain, "huggingface",
                     lambda target: save_tokenizer(directory, target, template), generation,
                     (*decoded.notes, *exported.notes), exported.encoder, exported.features,
-                    processor, exported.image, draft, directory_origin(
+                    processor, exported.image, exported.audio, draft, directory_origin(
                         directory, None if Path(model).is_dir() else str(model)), pooling=plan)
 
 
-def _takes_images(config: Any, directory: Path) -> bool:
-    """Whether a checkpoint's model takes images, and it has a processor."""
-    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING \
-        and any((directory / name).is_file() for name in _PROCESSOR_FILES)
+def _media_of(config: Any, directory: Path) -> tuple[Modality, ...]:
+    """Kinds of items that prompts of a checkpoint with a processor may have."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    from llmc.compiler.frontend.parts import multimodal_class
+    images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    takers: dict[Modality, bool] = {
+        "image": images,
+        # A class for text alone is used if there is one.
+        "audio": multimodal_class(config) is not None
+        and (images or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING)
+        and getattr(config, "audio_config", None) is not None}
+    return tuple(kind for kind, takes in takers.items() if takes) \
+        if any((directory / name).is_file() for name in _PROCESSOR_FILES) else ()
 
 
-def _describe_images(directory: Path, tokenizer: Path) -> ProcessorDescription:
-    """Describe the preprocessing of images.
+def _describe_media(directory: Path, tokenizer: Path,
+                    media: Sequence[Modality]) -> ProcessorDescription:
+    """Describe the preprocessing of items of prompts.
 
     Args:
         tokenizer: directory of tokenizer.json.
+        media: kinds of items; audio is left out beside images if it is not supported.
     """
+    names = " and ".join(PLURALS[own] for own in media)
     if not (tokenizer / "tokenizer.json").is_file():
-        raise LlmcError(f"'{directory}' has no tokenizer, which prompts with images are written "
+        raise LlmcError(f"'{directory}' has no tokenizer, which prompts with {names} are written "
                         f"with; copy tokenizer.json from the model's repository, or "
                         f"{LANGUAGE_MODEL_ONLY}")
     try:
-        description = describe_processor(directory, read_tokenizer(tokenizer))
+        description = describe_processor(directory, read_tokenizer(tokenizer), media)
     except LlmcError as error:
         raise LlmcError(f"{error}; or {LANGUAGE_MODEL_ONLY}") from error
-    if description.image is None:
-        raise LlmcError(f"the processor files in '{directory}' name no image_processor; copy those "
-                        f"of the model's repository, or {LANGUAGE_MODEL_ONLY}")
-    return description.model_copy(update={"audio": None})
+    for kind, given, words in (("image", description.image, "image_processor"),
+                               ("audio", description.audio, "feature_extractor")):
+        if given is None and media == (kind,):
+            raise LlmcError(f"the processor files in '{directory}' name no {words}; copy those of "
+                            f"the model's repository, or {LANGUAGE_MODEL_ONLY}")
+    return description
 
 
 def _describe_speech(config: Any, directory: Path, tokenizer: Path) -> ProcessorDescription | None:

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AutoModelForImageTextToText, vision_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-from llmc.artifacts.manifest import IMAGE_ROWS
+from llmc.artifacts.manifest import MEDIA_ROWS
 from llmc.artifacts.vision_input import GRID, PACK, SIZES, VisionInput
 from llmc.compiler.frontend import tile_packing
 from llmc.compiler.frontend.exporter import export_onnx
@@ -101,13 +101,7 @@ def trace_image(config: Any, samples: Sequence[Arrays], num_rows: Sequence[int] 
     Raises:
         LlmcError: the encoder cannot be exported.
     """
-    for name, visible in ((_ATTENTION, _visible), (_UNPADDED, _visible_unpadded)):
-        AttentionInterface.register(name, _attend)
-        AttentionMaskInterface.register(name, visible)
-    padded = any(name.endswith("mask") for name in samples[0])
-    for each in (config, *(getattr(config, name) for name in config.sub_configs
-                           if getattr(config, name, None) is not None)):
-        each._attn_implementation = _ATTENTION if padded else _UNPADDED
+    use_encoder_attention(config, any(name.endswith("mask") for name in samples[0]))
     try:
         with init_empty_weights(include_buffers=False), Reproducible():
             model: Any = build(config, IMAGE, False)
@@ -130,6 +124,20 @@ def trace_image(config: Any, samples: Sequence[Arrays], num_rows: Sequence[int] 
         check_interrupted()
         raise LlmcError(f"the image encoder of '{config.model_type}' cannot be exported: "
                         f"{root_cause(error)}; {LANGUAGE_MODEL_ONLY}") from error
+
+
+def use_encoder_attention(config: Any, padded: bool) -> None:
+    """Make a model of this config compute attention as encoders do.
+
+    Args:
+        padded: the encoder reads masks of padding.
+    """
+    for name, visible in ((_ATTENTION, _visible), (_UNPADDED, _visible_unpadded)):
+        AttentionInterface.register(name, _attend)
+        AttentionMaskInterface.register(name, visible)
+    for each in (config, *(getattr(config, name) for name in config.sub_configs
+                           if getattr(config, name, None) is not None)):
+        each._attn_implementation = _ATTENTION if padded else _UNPADDED
 
 
 @dataclass(frozen=True)
@@ -229,7 +237,7 @@ def _export(model: Any, samples: Sequence[Arrays], runs: Sequence[_Run]) -> \
         examples = {name: torch.zeros(arrays[0].shape, dtype=torch.from_numpy(arrays[0]).dtype)
                     for name, arrays in inputs.items()}
         encoder = _Encoder(model, names, computed, SIZES in samples[0], constants)
-        outputs = [IMAGE_ROWS, *(f"{IMAGE_ROWS}_{index}"
+        outputs = [MEDIA_ROWS, *(f"{MEDIA_ROWS}_{index}"
                                  for index in range(len(runs[0].rows) - 1))]
         exported = export_onnx(encoder.eval(), examples, [tuple(shapes)], outputs)
     for name, buffer in encoder.named_buffers():  # the exporter's views of them have no values
@@ -237,7 +245,7 @@ def _export(model: Any, samples: Sequence[Arrays], runs: Sequence[_Run]) -> \
             exported.graph.initializers[name].const_value = ir.tensor(
                 torch.view_as_real(buffer).numpy(), name=name)
     proto = to_proto(exported, None)
-    _remove_added_biases(proto)
+    remove_added_biases(proto)
     _remove_unread_grid(proto)
     read = {tensor.name for tensor in proto.graph.input}
     return TracedImageEncoder(proto, tuple(computed), tuple(
@@ -263,7 +271,7 @@ def _remove_unread_grid(proto: onnx.ModelProto) -> None:
     proto.graph.input.extend(inputs)
 
 
-def _remove_added_biases(proto: onnx.ModelProto) -> None:
+def remove_added_biases(proto: onnx.ModelProto) -> None:
     """Remove the bias of convolutions that have none.
 
     The exporter adds zeros, for three dimensions in a shape that ONNX Runtime refuses.

@@ -9,10 +9,13 @@ import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForSpeechSeq2Seq,
@@ -54,6 +57,7 @@ CAUSAL_LM = Part("causal LM", ("num_hidden_layers",))
 ENCODER = Part("encoder", ("encoder_layers", "num_encoder_layers", "num_hidden_layers"),
                causal=False)
 DECODER = Part("decoder", ("decoder_layers", "num_decoder_layers"), 2)
+AUDIO = Part("model of audio and text", (), causal=False)
 # Parts by task.
 POOLED_PARTS = {task: Part(name, ("num_hidden_layers",), causal=None, auto=auto)
                 for task, name, auto in (
@@ -77,10 +81,20 @@ def text_prefix(model: Any) -> str:
 
 
 def causal_lm_class(config: Any) -> Any:
-    """Return transformers' auto class for a causal LM or an image-text-to-text model."""
-    takes_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForImageTextToText if takes_images and not _is_causal_lms(config) \
-        else AutoModelForCausalLM
+    """Return transformers' auto class for a causal LM or a model of images or audio and text."""
+    return AutoModelForCausalLM if _is_causal_lms(config) else \
+        multimodal_class(config) or AutoModelForCausalLM
+
+
+def multimodal_class(config: Any) -> Any:
+    """Return transformers' auto class for a decoder of images or audio and text, or None."""
+    if config.is_encoder_decoder:
+        return None
+    return next((auto for mapping, auto in (
+        (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText),
+        (MODEL_FOR_MULTIMODAL_LM_MAPPING, AutoModelForMultimodalLM),
+        (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, AutoModelForSeq2SeqLM))
+        if type(config) in mapping), None)
 
 
 def _encoder_decoder_class(config: Any) -> Any:
@@ -111,6 +125,7 @@ def build(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.Module:
         LlmcError: transformers cannot build it.
     """
     kind, auto = ("causal LM", causal_lm_class(config)) if part is CAUSAL_LM else \
+        (part.name, multimodal_class(config)) if part is AUDIO else \
         ("encoder-decoder LM", _encoder_decoder_class(config)) if part.auto is None else \
         (part.name, part.auto)
     try:

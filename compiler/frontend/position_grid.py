@@ -24,6 +24,11 @@ _GRIDS = ((1, 2, 5), (1, 4, 1), (1, 3, 3))
 _TEXT = 3  # tokens before, between and after images
 
 
+def has_positions_by_axis(model: torch.nn.Module) -> bool:
+    """Whether tokens of a model have positions by axis."""
+    return any(hasattr(module, "get_rope_index") for module in model.modules())
+
+
 def position_grid(config: Any) -> PositionGrid | None:
     """Return the positions of an image-text model's image rows by axis; None if it has none.
 

@@ -24,6 +24,7 @@ from llmc.artifacts.vision_input import VisionInput
 from llmc.compiler.frontend.origin import Origin
 from llmc.compiler.graph.image_samples import ImageSample
 from llmc.compiler.graph.weights import Weight
+from llmc.runtime.multimodal.items import Modality
 from llmc.runtime.multimodal.processor import ProcessorDescription
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ class Check(Protocol):
     """A check of a model before its slow export; raises LlmcError if it cannot be compiled."""
 
     def __call__(self, config: Mapping[str, Any], generation: Mapping[str, Any], has_encoder: bool,
-                 quantized: str, task: str = "generate", takes_images: bool = False, /) -> None:
+                 quantized: str, task: str = "generate", media: Sequence[Modality] = (), /) -> \
+            None:
         """Check a model.
 
         Args:
@@ -43,12 +45,12 @@ class Check(Protocol):
             has_encoder: whether it is an encoder-decoder model.
             quantized: quantization method, if the config does not name it.
             task: what it is compiled for.
-            takes_images: whether its image encoder is compiled.
+            media: kinds of items of prompts whose encoders are compiled.
         """
 
 
 def unchecked(config: Mapping[str, Any], generation: Mapping[str, Any], has_encoder: bool,
-              quantized: str, task: str = "generate", takes_images: bool = False) -> None:
+              quantized: str, task: str = "generate", media: Sequence[Modality] = ()) -> None:
     """Accept every model."""
 
 
@@ -109,6 +111,18 @@ class RawImageEncoder:
 
 
 @dataclass(frozen=True)
+class RawAudioEncoder:
+    """An encoder of audio clips in prompts as an ONNX graph, before any pass.
+
+    Args:
+        graph: inputs are a processor's arrays for one clip; the output is `rows`, float32
+            [num_rows, hidden_size]. Attention without a mask is a node `BidirectionalAttention`.
+    """
+
+    graph: gs.Graph
+
+
+@dataclass(frozen=True)
 class RawModel:
     """A stateless model as an ONNX graph, before any pass.
 
@@ -130,6 +144,7 @@ class RawModel:
         features: rows that the encoder reads as `input_features` in place of `input_ids`.
         processor: preprocessing of what is no text.
         image: its image encoder. The graph then keeps the mark of the token embedding's output.
+        audio: its encoder of audio clips in prompts; the same.
         draft: its draft model. If that reads `hidden`, the graph has this second output.
         origin: the files that the model was read from.
         end_tokens: returns further EOS tokens, given the tokenizer.
@@ -148,6 +163,7 @@ class RawModel:
     features: FeatureRows | None = None
     processor: ProcessorDescription | None = None
     image: RawImageEncoder | None = None
+    audio: RawAudioEncoder | None = None
     draft: RawDraft | None = None
     origin: Origin = field(default_factory=Origin)
     end_tokens: Callable[[Tokenizer], Sequence[int]] = _no_tokens
@@ -169,8 +185,15 @@ class RawModel:
 
     @property
     def all_graphs(self) -> tuple[gs.Graph, ...]:
-        """`graphs`, and that of the image encoder."""
-        return (*self.graphs, *([self.image.graph] if self.image is not None else []))
+        """`graphs`, and those of encoders of images and audio."""
+        return (*self.graphs, *self.media_graphs.values())
+
+    @property
+    def media_graphs(self) -> dict[Modality, gs.Graph]:
+        """Graphs of encoders of images and audio in prompts."""
+        encoders: dict[Modality, RawImageEncoder | RawAudioEncoder | None] = {
+            "image": self.image, "audio": self.audio}
+        return {kind: own.graph for kind, own in encoders.items() if own is not None}
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
         """Return `eos_token_id` or the like, from the generation config or else the config.

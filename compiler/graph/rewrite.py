@@ -128,12 +128,13 @@ class Report:
     Args:
         name: in model_info.json.
         run: the pass; None: the entry is not of a pass.
-        part: whether it ran on the graph of an encoder, a draft model or an image encoder alone.
+        part: whether it ran on the graph of an encoder, a draft model, or an encoder of images or
+            audio alone.
     """
 
     name: str
     run: Callable[..., object] | None = None
-    part: Literal["", "encoder", "draft", "image"] = ""
+    part: Literal["", "encoder", "draft", "image", "audio"] = ""
     matches: dict[str, int] = field(default_factory=dict)
     notes: dict[type[PassNote], PassNote] = field(default_factory=dict)
     _refused: dict[str, dict[str, NoMatch]] = field(default_factory=dict)

@@ -60,12 +60,17 @@ def name_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Report)
                 report.count("renamed")
 
 
-def name_image_weights(graphs: Sequence[gs.Graph], image: gs.Graph) -> None:
-    """Rename weights of the image encoder that have the name of another weight of the chip."""
+def name_media_weights(graphs: Sequence[gs.Graph], encoder: gs.Graph, kind: str) -> None:
+    """Rename weights of an encoder of images or audio that another weight of the chip is named as.
+
+    Args:
+        graphs: the chip's other graphs.
+        kind: image or audio.
+    """
     known = {name for graph in graphs for name in _weights(graph)}
-    for tensor in _weights(image).values():
+    for tensor in _weights(encoder).values():
         while tensor.name in known:
-            tensor.name = f"image.{tensor.name}"
+            tensor.name = f"{kind}.{tensor.name}"
 
 
 def _weights(graph: gs.Graph) -> dict[str, gs.Constant]:

@@ -65,10 +65,12 @@ class Backend(Protocol):
 
     def emit(self, graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
              encoder: gs.Graph | None = None, *, draft: Draft | None = None,
-             image: ImageEncoder | None = None) -> tuple[Chip, list[FileEntry]]:
+             image: ImageEncoder | None = None, audio: gs.Graph | None = None) -> \
+            tuple[Chip, list[FileEntry]]:
         """Write `chip<rank>/`.
 
-        `draft` and `image` are given to targets that run draft models and image encoders.
+        `draft`, `image` and `audio` are given to targets that run draft models and encoders of
+        images and of audio.
 
         Returns:
             The chip's entry of the manifest, and its files by their names in that directory.

@@ -13,6 +13,7 @@ import onnx_graphsurgeon as gs
 
 from llmc.artifacts.manifest import (
     DRAFT_TOKEN_IDS,
+    AudioEncoderProgram,
     Chip,
     CollectiveStep,
     FileEntry,
@@ -24,6 +25,7 @@ from llmc.artifacts.onnx_graph import check_model
 from llmc.compiler.artifact import (
     WEIGHTS_NAME,
     Placed,
+    describe_audio,
     describe_chip,
     describe_draft,
     describe_encoder,
@@ -53,7 +55,8 @@ def describe(options: CompileOptions) -> Target:
 
 def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
          encoder: gs.Graph | None = None, *, draft: Draft | None = None,
-         image: ImageEncoder | None = None) -> tuple[Chip, list[FileEntry]]:
+         image: ImageEncoder | None = None, audio: gs.Graph | None = None) -> \
+        tuple[Chip, list[FileEntry]]:
     """Write `chip<rank>/` and describe it.
 
     Raises:
@@ -61,7 +64,7 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
     """
     drafts = [] if draft is None else [draft.graph, *draft.later]
     graphs = [graph, *([encoder] if encoder is not None else []), *drafts,
-              *([] if image is None else [image.graph])]
+              *([] if image is None else [image.graph]), *([] if audio is None else [audio])]
     for each in graphs:
         _check_expert_scales(each)
     name = f"chip{rank}"
@@ -92,6 +95,10 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
         encoder_of_images, more = write_image(image, places, directory)
         files += more
         chip = chip.model_copy(update={"image": encoder_of_images})
+    if audio is not None:
+        encoder_of_audio, more = write_audio(audio, places, directory)
+        files += more
+        chip = chip.model_copy(update={"audio": encoder_of_audio})
     return chip, [weights, *files]
 
 
@@ -107,6 +114,13 @@ def write_image(image: ImageEncoder, places: dict[str, Placed], directory: Path)
     steps, files = _write_steps(image.graph, places, directory, CPU.image_file, "image")
     return describe_image(image.graph, steps, image.computed, image.grid,
                           image.bidirectional, image.token_id), files
+
+
+def write_audio(audio: gs.Graph, places: dict[str, Placed], directory: Path) -> \
+        tuple[AudioEncoderProgram, list[FileEntry]]:
+    """The same for an encoder of audio."""
+    steps, files = _write_steps(audio, places, directory, CPU.audio_file, "audio")
+    return describe_audio(audio, steps), files
 
 
 def _check_expert_scales(graph: gs.Graph) -> None:

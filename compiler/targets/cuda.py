@@ -92,7 +92,8 @@ def describe(options: CompileOptions) -> Target:
 
 def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
          encoder: gs.Graph | None = None, *, draft: Draft | None = None,
-         image: ImageEncoder | None = None) -> tuple[Chip, list[FileEntry]]:
+         image: ImageEncoder | None = None, audio: gs.Graph | None = None) -> \
+        tuple[Chip, list[FileEntry]]:
     """Write `chip<rank>/` and describe it.
 
     Raises:
@@ -107,8 +108,8 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
     table = {} if draft is None or draft.token_ids is None else \
         {DRAFT_TOKEN_IDS: Weight.of(draft.token_ids)}
     places, weights = write_weights(
-        [*graphs.values(), *([] if image is None else image.graphs)], directory / WEIGHTS_NAME,
-        table)
+        [*graphs.values(), *([] if image is None else image.graphs),
+         *([] if audio is None else [audio])], directory / WEIGHTS_NAME, table)
     files = [weights]
     steps: dict[str, tuple[GraphStep, ...]] = {}
     for part, own in graphs.items():
@@ -138,6 +139,10 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
                 "outputs": tuple(TensorInfo(name=own.name, dtype="float32", shape=(
                     "num_embeds", own.shape[-1])) for own in image.device.outputs)})
         chip = chip.model_copy(update={"image": program})
+    if audio is not None:
+        encoder_of_audio, more = cpu.write_audio(audio, places, directory)
+        files += more
+        chip = chip.model_copy(update={"audio": encoder_of_audio})
     return chip, files
 
 

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 def converse(llm: LLM, params: SamplingParams, meter: Meter, adapter: str | None = None,
-             images: Sequence[Path] = ()) -> None:
+             images: Sequence[Path] = (), audio: Sequence[Path] = ()) -> None:
     """Run a conversation in the terminal until Ctrl-D.
 
     Args:
-        images: pictures of its first message.
+        images, audio: pictures and audio clips of its first message.
     """
     from llmc.runtime.chat import Chat
 
@@ -39,7 +39,8 @@ def converse(llm: LLM, params: SamplingParams, meter: Meter, adapter: str | None
         try:
             message = input("> ")
             if message.strip():
-                print_answer(chat.say(message, () if chat.messages else images), meter)
+                media = ((), ()) if chat.messages else (images, audio)
+                print_answer(chat.say(message, *media), meter)
         except KeyboardInterrupt:
             click.echo(err=True)
         except EOFError:

@@ -53,10 +53,10 @@ def inspect_command(directory: Path | None, case_dir: Path | None, verify: bool,
     if manifest.draft is not None:
         console.print(f"draft model: {manifest.draft.kind}, {manifest.draft.num_layers} layers, "
                       f"vocabulary {manifest.draft.vocab_size}")
-    if (image := manifest.image) is not None:
+    for kind, encoder in manifest.media.items():
         arrays = "; ".join(f"{tensor.name} {tensor.dtype} [{', '.join(map(str, tensor.shape))}]"
-                           for tensor in image.inputs)
-        console.print(f"image encoder: {arrays} to rows of {manifest.embeds_width}", markup=False)
+                           for tensor in encoder.inputs)
+        console.print(f"{kind} encoder: {arrays} to rows of {manifest.embeds_width}", markup=False)
     memory = ["encoder output per prompt (MB)"] if manifest.encoder is not None else []
     table = Table("chip", "weights (MB)", "KV cache per token (KB)", *memory, "heads",
                   "KV heads", "steps")

@@ -32,7 +32,13 @@ from llmc.cli.sampling import (
     sampling_params,
 )
 from llmc.cli.signals import sigterm_as_interrupt
-from llmc.cli.speech import pop_speech_options, run_speech, speech_options, speech_params
+from llmc.cli.speech import (
+    audio_of_prompts,
+    pop_speech_options,
+    run_speech,
+    speech_options,
+    speech_params,
+)
 from llmc.errors import CheckFailed, LlmcError
 
 if TYPE_CHECKING:
@@ -77,7 +83,8 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
     """Complete prompts with the model in the case directory DIR, streaming the text.
 
     An embedding model or classifier prints a JSON line with the result of each prompt. A speech
-    model prints the text of --audio.
+    model prints the text of --audio; a model that takes audio in prompts answers each prompt about
+    it.
     """
     from llmc.artifacts.manifest import read_manifest
     from llmc.runtime.core.llm import LLM
@@ -86,9 +93,8 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
     loading = pop_loading_options(options)
     loading["adapters"], adapter = options.pop("adapters"), options.pop("adapter")
     speech = pop_speech_options(options)
-    if speech is not None and (chat or images or prompt_file is not None):
-        name = "chat" if chat else "image" if images else "prompt_file"
-        raise LlmcError(f"--{name} is given with --audio; leave one out")
+    if speech is not None and prompt_file is not None:
+        raise LlmcError("--prompt_file is given with --audio; leave one out")
     if options["logprobs"] is not None and not as_json and prompt_file is None:
         raise LlmcError("--logprobs needs --json, which prints them; add --json")
     if prompt_file is not None and prompts:
@@ -111,6 +117,11 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
     if manifest.pooling is not None and images:
         raise LlmcError(f"--image is given, but '{case_dir}' was compiled for task "
                         f"{manifest.pooling.task}; leave it out")
+    audio: Sequence[Path] = ()
+    if speech is not None and manifest.audio is not None:
+        audio, speech = audio_of_prompts(speech, manifest), None
+    if speech is not None and (chat or images):
+        raise LlmcError(f"--{'chat' if chat else 'image'} is given with --audio; leave one out")
     params = sampling_params(options, manifest if generation_config == "auto" else None)
     if str(prompt_file) == "-" and sys.stdin.isatty():
         click.echo("JSON requests, one per line; end them with Ctrl-D:", err=True)
@@ -134,11 +145,11 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
         elif llm.manifest.pooling is not None:
             failed = _run_pooled(llm, lines, prompts, meter)
         elif talk:
-            converse(llm, params, meter, adapter, images)
+            converse(llm, params, meter, adapter, images, audio)
         elif lines is not None:
             failed = _run_requests(llm, lines, params, chat, meter, adapter)
         else:
-            inputs = [_input(llm, prompt, images, chat) for prompt in prompts]
+            inputs = [_input(llm, prompt, images, audio, chat) for prompt in prompts]
             _run_prompts(llm, prompts, inputs, params, as_json, meter, adapter)
     if speech is None:
         rate = f"{meter.tokens} tokens in {meter.seconds:.2f} s, {meter.rate:.1f} tokens/s"
@@ -149,13 +160,14 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
         raise CheckFailed(f"{failed} request(s) of {name} failed; see their results")
 
 
-def _input(llm: LLM, prompt: str, images: Sequence[Path], chat: bool) -> Prompt:
-    """Return what the model gets for a prompt with pictures."""
+def _input(llm: LLM, prompt: str, images: Sequence[Path], audio: Sequence[Path],
+           chat: bool) -> Prompt:
+    """Return what the model gets for a prompt with pictures and audio clips."""
     from llmc.runtime.multimodal.messages import user_message
 
     if chat:
-        return llm.chat_prompt([user_message(prompt, images)])
-    return llm.media_prompt(prompt, images=images) if images else prompt
+        return llm.chat_prompt([user_message(prompt, images, audio)])
+    return llm.media_prompt(prompt, images=images, audio=audio) if images or audio else prompt
 
 
 def _run_prompts(llm: LLM, prompts: Sequence[str], inputs: Sequence[Prompt],

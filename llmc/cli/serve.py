@@ -89,6 +89,9 @@ class _ApiKeys(click.types.StringParamType):
               help="Allow `priority` in requests; without it, values other than 0 get 400.")
 @click.option("--max_request_bytes", default=8 * 2**20,
               help="Maximum size of a request's body, in bytes.")
+@click.option("--max_media_request_bytes", default=26 * 2**20,
+              help="The same of requests with audio, and of chats with models that take images or "
+                   "audio.")
 @click.option("--request_timeout", default=1800.0,
               help="Maximum duration of a request, in seconds.")
 @click.option("--header_timeout", default=10.0,
@@ -144,9 +147,9 @@ class _ApiKeys(click.types.StringParamType):
 @loading_options
 def serve_command(case_dir: tuple[Path, ...], api_keys: tuple[str, ...], api_key_file: Path | None,
                   max_waiting: int, max_seqs_per_key: int | None, allow_priority: bool,
-                  max_request_bytes: int, request_timeout: float, header_timeout: float,
-                  write_timeout: float, stall_timeout: float, drain_timeout: int,
-                  limit_mm_per_prompt: str, allowed_media_domains: list[str],
+                  max_request_bytes: int, max_media_request_bytes: int, request_timeout: float,
+                  header_timeout: float, write_timeout: float, stall_timeout: float,
+                  drain_timeout: int, limit_mm_per_prompt: str, allowed_media_domains: list[str],
                   allowed_media_networks: list[str], allowed_local_media_path: Path | None,
                   media_timeout: float, max_media_bytes: int, media_memory_gb: float,
                   ssl_keyfile: Path | None, ssl_certfile: Path | None, ssl_ca_certs: Path | None,
@@ -170,7 +173,8 @@ def serve_command(case_dir: tuple[Path, ...], api_keys: tuple[str, ...], api_key
     serve(case_dir, limits=ServerLimits(
         api_keys=read_api_keys(api_keys, api_key_file), max_waiting=max_waiting,
         max_seqs_per_key=max_seqs_per_key, allow_priority=allow_priority,
-        max_request_bytes=max_request_bytes, request_timeout=request_timeout,
+        max_request_bytes=max_request_bytes,
+        max_media_request_bytes=max_media_request_bytes, request_timeout=request_timeout,
         header_timeout=header_timeout, write_timeout=write_timeout, stall_timeout=stall_timeout,
         drain_timeout=drain_timeout),
         access=Access(allowed_hosts, allowed_origins, allowed_methods, allowed_headers,

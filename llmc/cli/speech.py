@@ -70,8 +70,9 @@ def speech_options(command: Command) -> Command:
     for name, given in reversed(_OPTIONS.items()):
         command = click.option(f"--{name}", **given)(command)
     return click.option("--audio", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
-                        help="Audio file to transcribe; may be repeated. --prompt is then a text "
-                             "before it, for names and style.")(command)
+                        help="Audio file; may be repeated. Speech models transcribe it, with "
+                             "--prompt as a text before it, for names and style. Others take it "
+                             "in each prompt, as --image.")(command)
 
 
 def pop_speech_options(options: dict[str, Any]) -> SpeechInput | None:
@@ -91,6 +92,19 @@ def pop_speech_options(options: dict[str, Any]) -> SpeechInput | None:
         return None
     language, task, timestamps = (given.pop(name) for name in ("language", "task", "timestamps"))
     return SpeechInput(files, language, task, timestamps, SpeechOptions(**given))
+
+
+def audio_of_prompts(speech: SpeechInput, manifest: Manifest) -> Sequence[Path]:
+    """Return the files of --audio for a model that takes audio in prompts.
+
+    Raises:
+        LlmcError: an option of transcription is given.
+    """
+    given = next((name for name in _OPTIONS if is_given(name)), None)
+    if given is not None:
+        raise LlmcError(f"--{given} is given, but '{manifest.source.architecture}' takes audio in "
+                        f"prompts; leave it out")
+    return speech.files
 
 
 def speech_params(params: SamplingParams, manifest: Manifest) -> SamplingParams:

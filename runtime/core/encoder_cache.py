@@ -1,6 +1,6 @@
-"""The engine's cache of image encoder outputs, as the scheduler accounts for it.
+"""The engine's cache of outputs of encoders of images and audio, as the scheduler accounts for it.
 
-An item of a prompt is identified by the digest of what the encoder reads, so equal images of
+An item of a prompt is identified by the digest of what the encoder reads, so equal items of
 several requests are encoded once. Items that running sequences still need are not evicted; of the
 others, the least recently used first.
 """
@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import numpy as np
 
 from llmc.runtime.multimodal.items import MediaItem
 
@@ -87,10 +85,10 @@ class EncoderCache:
         """Note that a sequence needs an item no more."""
         self._entries[item.digest].users -= 1
 
-    def take(self) -> tuple[Mapping[int, Mapping[str, np.ndarray]], list[int]]:
+    def take(self) -> tuple[Mapping[int, MediaItem], list[int]]:
         """Return what the next step encodes and frees; see `Step`."""
-        encode = {place: item.arrays for place, item in self.encode.items()}
-        freed, self.encode, self.freed = self.freed, {}, []
+        encode, freed = self.encode, self.freed
+        self.encode, self.freed = {}, []
         return encode, freed
 
     def _evict(self, size: int) -> None:

@@ -23,7 +23,7 @@ class InputEmbeds:
         positions: int64 [n], ascending positions in the prompt.
         keys: of each row, bytes that identify its contents in names of cached blocks.
         rows: float32 [n, width]; None: the rows of `items`, which the engine encodes.
-        items: positions of images, in order.
+        items: positions of images and audio clips, in order.
         rotary: positions by axis of the sequence, if the model has them.
         ranges: int64 [num_ranges, 2], first positions and those after the last of ranges of at
             least two tokens that see each other, ascending and disjoint.
@@ -46,7 +46,8 @@ class InputEmbeds:
     @staticmethod
     def of_items(items: Sequence[PlaceholderRange],
                  rotary: RotaryPositions | None) -> InputEmbeds:
-        """Rows of images, identified by what the encoder reads."""
+        """Rows of images and audio, identified by what the encoder reads."""
+        items = sorted(items, key=lambda own: own.offset)
         keys = [bytes.fromhex(own.item.digest) + index.to_bytes(4, "little")
                 for own in items for index in range(len(own.positions))]
         return InputEmbeds(np.concatenate([own.positions for own in items]), keys, items=items,

@@ -147,8 +147,8 @@ class _Loaded:
         max_loras: adapters that a step may mix; others wait for a slot, and the least recently used
             one makes room.
         max_lora_rank: highest rank of an adapter, up to 256. None: that of `adapters`, at least 16.
-        encoder_cache_gb: gigabytes of encoded images of each replica, which equal images of later
-            prompts share.
+        encoder_cache_gb: gigabytes of encoded images and audio of each replica, which equal items
+            of later prompts share.
 
     Raises:
         LlmcError: the case directory is missing, broken or of a newer format; the devices do not
@@ -273,11 +273,12 @@ class _Loaded:
             raise
 
     def _encoder_cache(self) -> EncoderCache | None:
-        """A replica's cache of encoded images; None if the model takes none."""
-        image, width = self.manifest.image, self.manifest.embeds_width
-        if image is None or width is None:
+        """A replica's cache of encoded images and audio; None if prompts have none."""
+        width = self.manifest.embeds_width
+        if not self.manifest.media or width is None:
             return None
-        return EncoderCache(self._encoder_cache_bytes, 4 * width * len(image.outputs))
+        row_bytes = 4 * width * (1 + self.manifest.num_deep_embeds)
+        return EncoderCache(self._encoder_cache_bytes, row_bytes)
 
     def chat_prompt(self, messages: Messages, *,
                     tools: Sequence[Mapping[str, object]] | None = None,
@@ -289,8 +290,8 @@ class _Loaded:
         Args:
             messages: a list with `role` and `content` each, in any format of the OpenAI API, or a
                 text of the user. A content is a text or parts `{"type": "text", "text": …}`,
-                `{"type": "image", "image": …}` and others of OpenAI and transformers with a path, a
-                data: URL, bytes or a PIL image;
+                `{"type": "image", "image": …}`, `{"type": "audio", "audio": …}` and others of
+                OpenAI and transformers with a path, a data: URL, bytes, a PIL image or samples;
                 arguments of tool calls are JSON text or objects. They are converted to the format
                 that the template reads. Other keys are passed to the template.
             tools: tools that the model may call, as the chat template expects them.
@@ -329,7 +330,8 @@ class _Loaded:
             prompt: a text or token ids with a placeholder for each item, such as
                 `llm.processor.placeholders["image"]`.
             images: paths, data: URLs, encoded bytes or PIL images.
-            audio: paths, data: URLs, encoded bytes or mono waveforms at the model's rate.
+            audio: paths, data: URLs, encoded bytes, mono samples at the model's rate, or pairs of
+                mono samples and their rate in Hz.
             add_special_tokens: add the tokenizer's special tokens to a text.
 
         Raises:

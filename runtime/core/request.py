@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from llmc.artifacts.manifest import MANIFEST_NAME, PROCESSOR, Manifest
+from llmc.artifacts.manifest import MANIFEST_NAME, PROCESSOR, ImageEncoderProgram, Manifest
 from llmc.artifacts.vision_input import UNREAD
 from llmc.errors import LlmcError, shown
 from llmc.runtime.chat_template import ChatTemplate
@@ -523,7 +523,7 @@ class InputProcessor:
 
     def _read_media(self, prompt: MediaPrompt, params: SamplingParams) -> \
             tuple[Sequence[int], Sequence[int], InputEmbeds]:
-        """Check a prompt with images; return `prompt`, `source` and `embeds` of its request.
+        """Check a prompt with items; return `prompt`, `source` and `embeds` of its request.
 
         Raises:
             LlmcError: the model does not take its items, or its parameters ask for what rows do
@@ -532,14 +532,14 @@ class InputProcessor:
         for own in prompt.ranges:
             self._check_item(own.item)
         if params.prompt_logprobs is not None:
-            raise LlmcError("prompt_logprobs is given for a prompt with images, whose rows are no "
-                            "tokens; leave it out")
+            raise LlmcError("prompt_logprobs is given for a prompt with images or audio, whose "
+                            "rows are no tokens; leave it out")
         self.check_tokens(prompt.token_ids)
-        assert self.manifest.image is not None
         image, ids = self.manifest.image, array("i", prompt.token_ids)
-        embeds = InputEmbeds.of_items(prompt.ranges, self._rotary(prompt)) \
-            .seen_together(image.bidirectional, ids)
-        if image.token_id is None:
+        embeds = InputEmbeds.of_items(prompt.ranges, self._rotary(prompt))
+        if image is not None and any(own.item.modality == "image" for own in prompt.ranges):
+            embeds = embeds.seen_together(image.bidirectional, ids)
+        if image is None or image.token_id is None:
             return ids, ids, embeds
         read = ids[:]
         for position in embeds.positions.tolist():
@@ -549,23 +549,26 @@ class InputProcessor:
     def _rotary(self, prompt: MediaPrompt) -> RotaryPositions | None:
         """Positions by axis of a prompt with images; None if the model has none."""
         grid = self.manifest.image.grid if self.manifest.image else None
-        return None if grid is None else positions_of_items(len(prompt), prompt.ranges,
-                                                            grid.merge_size)
+        return None if grid is None else positions_of_items(
+            len(prompt), [own for own in prompt.ranges if own.item.modality == "image"],
+            grid.merge_size)
 
     def _check_item(self, item: MediaItem) -> None:
-        """Check that the image encoder takes what the processor gave.
+        """Check that the item's encoder takes what the processor gave.
 
         Raises:
             LlmcError: there is no such encoder, or an array has another shape.
         """
-        program, name = self.manifest.image, self.manifest.source.architecture
-        if program is None or item.modality != "image":
+        kind, name = item.modality, self.manifest.source.architecture
+        program = self.manifest.media.get(kind)
+        if program is None:
             raise LlmcError(f"'{name}' was compiled without an encoder of "
                             f"{PLURALS[item.modality]}; give text only")
-        computed = {key for own in program.computed for key in own.names}
+        computed = {key for own in program.computed for key in own.names} \
+            if isinstance(program, ImageEncoderProgram) else set()
         expected = {tensor.name: tensor for tensor in program.inputs if tensor.name not in computed}
         if expected.keys() != item.arrays.keys() - (UNREAD - expected.keys()):
-            raise LlmcError(f"the processor gives {', '.join(sorted(item.arrays))}, the image "
+            raise LlmcError(f"the processor gives {', '.join(sorted(item.arrays))}, the {kind} "
                             f"encoder of '{name}' reads {', '.join(expected)}; compile the model "
                             f"again")
         for key, tensor in expected.items():
@@ -573,9 +576,8 @@ class InputProcessor:
             if len(shape) != len(tensor.shape) or any(
                     isinstance(size, int) and size != given
                     for size, given in zip(tensor.shape, shape, strict=True)):
-                raise LlmcError(f"an image gives {key} {list(shape)}, the image encoder of "
-                                f"'{name}' reads {list(tensor.shape)}; give an image of another "
-                                f"size")
+                raise LlmcError(f"an item gives {key} {list(shape)}, the {kind} encoder of "
+                                f"'{name}' reads {list(tensor.shape)}; give one of another size")
 
     def speech_request(self, prompt: Sequence[int], rows: np.ndarray, params: SamplingParams,
                        rules: SpeechRules) -> Request:

@@ -1113,7 +1113,7 @@ class Scheduler:
         if self.images is None:
             return {}
         encode, freed = self.images.take()
-        return {"encode_images": encode, "free_images": freed}
+        return {"encode_media": encode, "free_media": freed}
 
     def _adapter_slot(self, sequence: Sequence) -> int:
         """The slot of a sequence's adapter; -1 without one."""
@@ -1309,7 +1309,7 @@ def _embeds(step_rows: abc.Sequence[_StepRow], images: EncoderCache | None) -> \
                 count += stop - start
         ids.append(own)
     return {"embeds": np.concatenate(rows or given[:1]), "embed_ids": np.concatenate(ids),
-            "image_rows": np.array(encoded, np.int32).reshape(-1, 3)} if count else {}
+            "media_rows": np.array(encoded, np.int32).reshape(-1, 3)} if count else {}
 
 
 def _rotary_positions(step_rows: abc.Sequence[_StepRow]) -> np.ndarray:

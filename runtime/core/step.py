@@ -18,6 +18,7 @@ import numpy as np
 from llmc.plugins.attention.op import AXES
 from llmc.runtime.core.adapters import Adapter
 from llmc.runtime.engines import MAX_LOGITS, MAX_SCORED
+from llmc.runtime.multimodal.items import MediaItem
 from llmc.runtime.sampling.beam_search import Candidates
 from llmc.runtime.sampling.sampler import Logprobs, Sampler
 
@@ -148,7 +149,7 @@ class Step:
         embeds: float32 [num_embeds, width], rows in place of token embeddings; empty: none. The
             draft model reads the token ids of their positions.
         embed_ids: int32 [num_tokens], the row of each token, or -1; empty: no token has one. Rows
-            of `embeds` are followed by those of `image_rows`.
+            of `embeds` are followed by those of `media_rows`.
         deep_embeds: float32 [num_deep, num_embeds, width], rows that are added to hidden states of
             the same tokens; empty: all 0. The engine's image encoder computes them.
         rotary_positions: int32 [num_tokens, 3], positions by axis, of a model that reads them;
@@ -156,9 +157,10 @@ class Step:
         bidirectional_ranges: int32 [num_tokens, 2], first position and the one after the last of
             the range of each token, such as an image, whose tokens see each other; [0, 0]: none. A
             step has all tokens of a range that are not in the cache. Empty: no token has one.
-        image_rows: int32 [n, 3], rows of encoded images: place, first row and number of rows.
-        encode_images: what the image encoder reads, by place; before all else.
-        free_images: places whose rows are no longer needed; before `encode_images`.
+        media_rows: int32 [n, 3], rows of encoded images and audio: place, first row and number of
+            rows.
+        encode_media: items to encode, by place; before all else.
+        free_media: places whose rows are no longer needed; before `encode_media`.
     """
 
     token_ids: np.ndarray
@@ -189,9 +191,9 @@ class Step:
     deep_embeds: np.ndarray = field(default_factory=lambda: np.empty((0, 0, 0), np.float32))
     rotary_positions: np.ndarray = field(default_factory=lambda: np.empty((0, AXES), np.int32))
     bidirectional_ranges: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int32))
-    image_rows: np.ndarray = field(default_factory=lambda: np.empty((0, 3), np.int32))
-    encode_images: Mapping[int, Mapping[str, np.ndarray]] = field(default_factory=dict)
-    free_images: Sequence[int] = ()
+    media_rows: np.ndarray = field(default_factory=lambda: np.empty((0, 3), np.int32))
+    encode_media: Mapping[int, MediaItem] = field(default_factory=dict)
+    free_media: Sequence[int] = ()
 
     @staticmethod
     def of(tokens: Sequence[Sequence[int]], past_lens: Sequence[int],
@@ -220,10 +222,10 @@ class Step:
             adapters=np.array(adapters if any(slot >= 0 for slot in adapters) else [], np.int32),
             **others)  # type: ignore[arg-type]
 
-    def without_images(self) -> Step:
-        """The step after the image encoder, whose rows are in `embeds`."""
-        return replace(self, image_rows=np.empty((0, 3), np.int32), encode_images={},
-                       free_images=())
+    def without_media(self) -> Step:
+        """The step after the encoders of its items, whose rows are in `embeds`."""
+        return replace(self, media_rows=np.empty((0, 3), np.int32), encode_media={},
+                       free_media=())
 
     @property
     def batch_size(self) -> int:

@@ -1,33 +1,33 @@
-"""The image encoder on ONNX Runtime, and the cache of its rows.
+"""Encoders of images and audio on ONNX Runtime.
 
-The host runs it on the cores of all ranks, before they run the step. An encoder with a program for
-a device has two steps: the host computes the inputs of the program.
+The host runs them on the cores of all ranks, before they run the step. An image encoder with a
+program for a device has two steps: the host computes the inputs of the program.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 
-from llmc.artifacts.manifest import MANIFEST_NAME, GraphStep, Manifest
+from llmc.artifacts.manifest import MANIFEST_NAME, GraphStep, ImageEncoderProgram, Manifest
 from llmc.artifacts.program import ROW_ORDER
 from llmc.artifacts.vision_input import UNREAD
 from llmc.errors import LlmcError
-from llmc.runtime.core.step import Step
 from llmc.runtime.engines import cpu_sessions
 from llmc.runtime.multimodal import vision_inputs
+from llmc.runtime.multimodal.items import Modality
 
 
-class ImageEncoder:
-    """Encodes the images of steps, and puts their rows into them.
+class MediaEncoder:
+    """An encoder of images or audio clips.
 
     Args:
-        manifest: of a model with an image encoder.
+        manifest: of a model with it.
         case_dir: its case directory.
+        kind: image or audio.
         threads: cores to use.
 
     Attributes:
@@ -37,9 +37,8 @@ class ImageEncoder:
         LlmcError: the graph cannot be loaded or does not match the manifest.
     """
 
-    def __init__(self, manifest: Manifest, case_dir: Path, threads: int) -> None:
-        assert manifest.image is not None
-        self._program = manifest.image
+    def __init__(self, manifest: Manifest, case_dir: Path, kind: Modality, threads: int) -> None:
+        self._program, self._kind = manifest.media[kind], kind
         step = self._program.steps[0]
         assert isinstance(step, GraphStep)
         self._path = step.path
@@ -48,30 +47,13 @@ class ImageEncoder:
         cpu_sessions.check_versions(manifest, step.path, facts["ops"])
         self.ops = {*facts["ops"]}
         self._check()
-        self._rows: dict[int, np.ndarray] = {}  # by place: [num_outputs, num_rows, width]
-
-    def fill(self, step: Step) -> Step:
-        """Encode a step's images, and put the rows that it needs into it."""
-        for place in step.free_images:
-            del self._rows[place]
-        for place, arrays in step.encode_images.items():
-            self._rows[place] = self.encode(arrays)
-        if not len(step.image_rows):
-            return step
-        rows = np.concatenate([self._rows[place][:, first:first + count]
-                               for place, first, count in step.image_rows.tolist()], axis=1)
-        if len(step.embeds):
-            given = np.zeros((len(rows), *step.embeds.shape), np.float32)
-            given[0] = step.embeds
-            rows = np.concatenate([given, rows], axis=1)
-        return replace(step, embeds=rows[0], deep_embeds=rows[1:])
 
     def encode(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Run the encoder on one image: [num_outputs, num_rows, width]."""
+        """Run the encoder on one item: [num_outputs, num_rows, width]."""
         read = {tensor.name for tensor in self._program.inputs}
         feeds = {name: array for name, array in arrays.items()
                  if name in read or name not in UNREAD}
-        for own in self._program.computed:
+        for own in self._program.computed if isinstance(self._program, ImageEncoderProgram) else ():
             feeds |= vision_inputs.of_arrays(own, arrays)
         return np.stack(self._run(feeds))
 
@@ -83,8 +65,9 @@ class ImageEncoder:
     def _run_session(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the outputs of the graph by name."""
         names = [tensor.name for tensor in self._session.get_outputs()]
+        smaller = "fewer or smaller images" if self._kind == "image" else "shorter audio"
         with cpu_sessions.translate_errors(f"ONNX Runtime failed in '{self._path}'",
-                                           "give fewer or smaller images"):
+                                           f"give {smaller}"):
             return dict(zip(names, self._session.run(names, feeds), strict=True))
 
     def _check(self) -> None:
@@ -100,6 +83,13 @@ class ImageEncoder:
         if cpu_sessions.tensor_types(session.get_inputs()) != inputs or not fits:
             raise LlmcError(f"'{self._path}' has other inputs or outputs than {MANIFEST_NAME} "
                             f"lists; compile the model again")
+
+
+class ImageEncoder(MediaEncoder):
+    """An image encoder; see `MediaEncoder`."""
+
+    def __init__(self, manifest: Manifest, case_dir: Path, threads: int) -> None:
+        super().__init__(manifest, case_dir, "image", threads)
 
 
 class DividedImageEncoder(ImageEncoder):

@@ -24,7 +24,7 @@ from llmc.installation import install_command
 Waveform = NDArray[np.float32]  # [samples], within ±1
 MAX_SECONDS = 3600.0
 _MAX_SAMPLES = 3600 * 48_000  # of a channel, before resampling: 691 MB
-_RATES = (1_000, 384_000)
+MIN_RATE, MAX_RATE = 1_000, 384_000  # Hz
 _BLOCK = 1 << 16  # frames per read: a header's length is not trusted
 
 
@@ -73,9 +73,9 @@ def _decode(data: bytes, max_seconds: float) -> tuple[Waveform, int]:
                         f"of the formats WAV, FLAC, MP3, OGG or AIFF") from error
     with file:
         rate = file.samplerate
-        if not _RATES[0] <= rate <= _RATES[1]:
-            raise LlmcError(f"the audio has {rate} samples per second, expected {_RATES[0]} to "
-                            f"{_RATES[1]}; resample it")
+        if not MIN_RATE <= rate <= MAX_RATE:
+            raise LlmcError(f"the audio has {rate} samples per second, expected {MIN_RATE} to "
+                            f"{MAX_RATE}; resample it")
         most = min(int(max_seconds * rate), _MAX_SAMPLES)
         blocks, size = [], 0
         while True:

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from llmc.errors import LlmcError, reason_of, shown
 from llmc.runtime.multimodal.feature_extractors import FEATURE_EXTRACTORS
 from llmc.runtime.multimodal.image_processors import IMAGE_PROCESSORS
+from llmc.runtime.multimodal.items import Modality
 from llmc.runtime.multimodal.processor import AudioInputs, ImageInputs, ProcessorDescription
 from llmc.runtime.multimodal.prompt_replacements import (
     AUDIO_REPLACEMENTS,
@@ -33,16 +34,19 @@ Model = TypeVar("Model", bound=BaseModel)
 _WITHOUT_PROMPT = ("WhisperProcessor",)  # of encoder-decoder models
 
 
-def describe_processor(checkpoint: Path, tokenizer: Tokenizer) -> ProcessorDescription:
+def describe_processor(checkpoint: Path, tokenizer: Tokenizer,
+                       media: Collection[Modality] = ("image", "audio")) -> ProcessorDescription:
     """Describe the preprocessing of a checkpoint.
 
     Args:
         checkpoint: directory of Hugging Face files.
+        media: what to describe. Audio of a model of images is left out if its processor class has
+            no rule for it.
 
     Raises:
         LlmcError: a class, a setting or a token is not supported; the message names it.
     """
-    return _Reader(checkpoint, tokenizer).describe()
+    return _Reader(checkpoint, tokenizer).describe(media)
 
 
 class _Reader:
@@ -53,19 +57,22 @@ class _Reader:
         self._tokenizer_config = _read_json(checkpoint / "tokenizer_config.json")
         self._config = _read_json(checkpoint / "config.json")
 
-    def describe(self) -> ProcessorDescription:
+    def describe(self, media: Collection[Modality]) -> ProcessorDescription:
         if not self._processor and not self._preprocessor:
             raise LlmcError(f"'{self._checkpoint}' has no processor_config.json and no "
                             f"preprocessor_config.json, which say how images and audio are "
                             f"preprocessed; copy them from the model's repository")
         name = self._processor_class()
-        image, audio = self._image_settings(), self._audio_settings()
+        image = self._image_settings() if "image" in media else None
+        audio = self._audio_settings() if "audio" in media else None
         if image is None and audio is None:
             raise LlmcError(f"the processor files in '{self._checkpoint}' name no image_processor "
                             f"and no feature_extractor; copy those of the model's repository")
         if name not in (*IMAGE_REPLACEMENTS, *AUDIO_REPLACEMENTS, *_WITHOUT_PROMPT):
             raise LlmcError(f"the processor class {name} is not supported; supported: "
                             f"{', '.join(self._served())}")
+        if image is not None and name not in AUDIO_REPLACEMENTS:
+            audio = None
         return ProcessorDescription(
             image=None if image is None else self._describe_images(name, image),
             audio=None if audio is None else self._describe_audio(name, audio))

@@ -51,18 +51,21 @@ class FeatureExtractor(BaseModel):
         """Samples of the longest waveform that the class does not truncate."""
         raise NotImplementedError
 
-    def check_length(self, waveform: Waveform) -> None:
+    def check_length(self, waveform: Waveform, max_samples: int | None = None) -> None:
         """Refuse a waveform that transformers would truncate, and an empty one.
+
+        Args:
+            max_samples: None: that of the class.
 
         Raises:
             LlmcError: it has no samples, or more than `max_samples`.
         """
+        most = self.max_samples() if max_samples is None else max_samples
         if not len(waveform):
             raise LlmcError("the audio has no samples; give one that has any")
-        if len(waveform) > self.max_samples():
+        if len(waveform) > most:
             raise LlmcError(f"the audio has {len(waveform) / self.sampling_rate:.1f} s, this model "
-                            f"takes at most {self.max_samples() / self.sampling_rate:g} s; "
-                            f"split it")
+                            f"takes at most {most / self.sampling_rate:g} s; split it")
 
 
 class WhisperFeatureExtractor(FeatureExtractor):

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmc.artifacts.manifest import Modality as Modality
+
 if TYPE_CHECKING:
     from llmc.runtime.multimodal.image_processors.base import Arrays
 
-Modality = Literal["image", "audio"]
 PLURALS: dict[Modality, str] = {"image": "images", "audio": "audio clips"}
 
 

@@ -54,15 +54,17 @@ def has_media(messages: object) -> bool:
                for content in contents if isinstance(content, list) for part in content)
 
 
-def user_message(text: str, images: Sequence[Any] = ()) -> dict[str, Any]:
-    """Return a message of the user, with pictures before its text.
+def user_message(text: str, images: Sequence[Any] = (), audio: Sequence[Any] = ()) -> \
+        dict[str, Any]:
+    """Return a message of the user, with pictures and audio clips before its text.
 
     Args:
-        images: values of `MediaSource`.
+        images, audio: values of `MediaSource`.
     """
-    if not images:
+    if not images and not audio:
         return {"role": "user", "content": text}
     return {"role": "user", "content": [*({"type": "image", "image": own} for own in images),
+                                        *({"type": "audio", "audio": own} for own in audio),
                                         {"type": "text", "text": text}]}
 
 

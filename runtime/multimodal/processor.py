@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from llmc.artifacts.case_files import read_bounded
-from llmc.errors import LlmcError, reason_of
-from llmc.runtime.multimodal.audio import Waveform, load_audio
+from llmc.errors import LlmcError, reason_of, shown
+from llmc.runtime.multimodal.audio import MAX_RATE, MIN_RATE, Waveform, load_audio, resample
 from llmc.runtime.multimodal.feature_extractors import (
     AnyFeatureExtractor,
     GemmaAudioFeatureExtractor,
@@ -31,11 +33,14 @@ from llmc.runtime.multimodal.prompt_replacements import (
     AnyImageReplacement,
     AudioTokenReplacement,
     PromptReplacement,
+    Windows,
 )
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+# A file, mono samples at the model's rate, or mono samples and their rate in Hz.
+Clip = bytes | Waveform | tuple[Waveform, int]
 _MAX_BYTES = 1 << 20
 
 
@@ -70,6 +75,13 @@ class AudioInputs(BaseModel):
     prompt: AnyAudioReplacement | None = None
     placeholder_id: int | None = None
     row_token_id: int | None = None
+
+    def max_samples(self) -> int:
+        """Samples of the longest clip that transformers does not truncate."""
+        if self.prompt is None:
+            return self.extractor.max_samples()
+        rate = self.extractor.sampling_rate
+        return int(self.prompt.max_seconds(self.extractor.max_samples() / rate) * rate)
 
 
 class ProcessorDescription(BaseModel):
@@ -166,11 +178,11 @@ class Processor:
             items.append(_item("image", arrays, inputs.prompt, inputs.processor))
         return items
 
-    def process_audio(self, clips: Sequence[bytes | Waveform]) -> list[MediaItem]:
+    def process_audio(self, clips: Sequence[Clip]) -> list[MediaItem]:
         """Preprocess all audio clips of a prompt.
 
         Args:
-            clips: files, or mono waveforms at `sampling_rate`.
+            clips: see `Clip`.
 
         Raises:
             LlmcError: the model takes no audio, or a clip is invalid.
@@ -187,24 +199,25 @@ class Processor:
             items.append(_item("audio", arrays, inputs.prompt, inputs.extractor))
         return items
 
-    def _features(self, inputs: AudioInputs, clip: bytes | Waveform) -> Arrays:
+    def _features(self, inputs: AudioInputs, clip: Clip) -> Arrays:
         extractor, prompt = inputs.extractor, inputs.prompt
-        waveform = clip if isinstance(clip, np.ndarray) else \
-            load_audio(clip, extractor.sampling_rate)
+        waveform = _waveform(clip, extractor.sampling_rate)
+        extractor.check_length(waveform, inputs.max_samples())
         if isinstance(extractor, GemmaAudioFeatureExtractor):
             features, mask = extractor.features(waveform)
             return {"input_features": features[None], "input_features_mask": mask[None]}
         assert isinstance(extractor, WhisperFeatureExtractor)
-        if isinstance(prompt, AudioTokenReplacement) and not prompt.pads_to_window:
-            features = extractor.features(waveform)
-            return {"input_features": features[None],
-                    "feature_attention_mask": np.ones((1, features.shape[1]), np.int32)}
-        features = extractor.features(extractor.window(waveform))
         if prompt is None:
-            return {"input_features": features[None]}
-        num_frames = -(-len(waveform) // extractor.hop_length)
-        mask = (np.arange(features.shape[1]) < num_frames).astype(np.int32)
-        return {"input_features": features[None], "feature_attention_mask": mask[None]}
+            return {"input_features": extractor.features(extractor.window(waveform))[None]}
+        assert isinstance(prompt, AudioTokenReplacement)
+        features = _FEATURES[prompt.windows](extractor, waveform)
+        if prompt.mask is None:
+            return {"input_features": features}
+        windows, _, frames = features.shape
+        num_frames = frames if prompt.windows == "none" else \
+            -(-len(waveform) // extractor.hop_length)
+        mask = (np.arange(windows * frames) < num_frames).astype(np.int32)
+        return {"input_features": features, prompt.mask: mask.reshape(windows, frames)}
 
     def expand_text(self, text: str, items: Sequence[MediaItem]) -> str:
         """Replace each placeholder of a text by its item's tokens.
@@ -290,6 +303,56 @@ class Processor:
                     f"{found[modality]} placeholders '{name}'"
                 raise LlmcError(f"the prompt has {placeholders} for {given} "
                                 f"{PLURALS[modality]}; give one placeholder per item")
+
+
+def _waveform(clip: Clip, rate: int) -> Waveform:
+    """Return a clip as mono samples at a rate.
+
+    Raises:
+        LlmcError: it is of another type, cannot be read, or has samples that are no numbers.
+    """
+    if isinstance(clip, bytes):
+        return load_audio(clip, rate)
+    samples, own = clip if isinstance(clip, tuple) and len(clip) == 2 else (clip, rate)
+    if not isinstance(samples, np.ndarray) or samples.ndim != 1 or \
+            not np.issubdtype(samples.dtype, np.floating):
+        raise LlmcError(f"it is {shown(clip)}; give a file, an array of mono samples within ±1, "
+                        f"or a pair of samples and their rate in Hz")
+    if not isinstance(own, Integral) or not MIN_RATE <= own <= MAX_RATE:
+        raise LlmcError(f"its rate is {shown(own)}; give samples per second from {MIN_RATE} to "
+                        f"{MAX_RATE}")
+    if not np.isfinite(samples).all():
+        raise LlmcError("it has samples that are no finite numbers; give others")
+    return resample(samples.astype(np.float32, copy=False), int(own), rate)
+
+
+def _one_window(extractor: WhisperFeatureExtractor, waveform: Waveform) -> NDArray[np.float32]:
+    return extractor.features(extractor.window(waveform))[None]
+
+
+def _no_window(extractor: WhisperFeatureExtractor, waveform: Waveform) -> NDArray[np.float32]:
+    return extractor.features(waveform)[None]
+
+
+def _several_windows(extractor: WhisperFeatureExtractor,
+                     waveform: Waveform) -> NDArray[np.float32]:
+    size = extractor.max_samples()
+    return np.stack([extractor.features(extractor.window(waveform[start:start + size]))
+                     for start in range(0, len(waveform), size)])
+
+
+def _joined_windows(extractor: WhisperFeatureExtractor,
+                    waveform: Waveform) -> NDArray[np.float32]:
+    padding = -len(waveform) % extractor.max_samples()
+    features = extractor.features(np.pad(waveform, (0, padding),
+                                         constant_values=extractor.padding_value))
+    frames = extractor.max_samples() // extractor.hop_length
+    return features.reshape(len(features), -1, frames).swapaxes(0, 1)
+
+
+# Features of a waveform, [windows, feature_size, frames].
+_FEATURES: dict[Windows, Callable[[WhisperFeatureExtractor, Waveform], NDArray[np.float32]]] = {
+    "one": _one_window, "none": _no_window, "several": _several_windows, "joined": _joined_windows}
 
 
 def _item(modality: Modality, arrays: Arrays, prompt: PromptReplacement | None,

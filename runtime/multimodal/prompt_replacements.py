@@ -17,6 +17,7 @@
 | Llama4 | image_token | patch_token |
 | Mllama | image_token | none: cross-attention |
 | Qwen2Audio, Qwen2_5Omni, Qwen3OmniMoe | audio_token | audio_token |
+| AudioFlamingo3, GlmAsr, Voxtral | audio_token | audio_token |
 
 Fields have the names of processor_config.json, and of the tokenizer's special tokens.
 """
@@ -29,11 +30,15 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field
 
 from llmc.errors import LlmcError
+from llmc.runtime.multimodal.audio import MAX_SECONDS
 from llmc.runtime.multimodal.image_processors.anyres import AnyresImageProcessor, best_canvas
 from llmc.runtime.multimodal.image_processors.base import Arrays, Dims, Positive
 from llmc.runtime.multimodal.tile_rows import unpadded
 
 Strategy = Literal["default", "full"]
+# What WhisperFeatureExtractor reads of a clip: one window, padded; the clip as it is; each of its
+# windows on their own; or all of them at once, cut into windows afterwards.
+Windows = Literal["one", "none", "several", "joined"]
 
 
 class PromptReplacement(BaseModel):
@@ -441,10 +446,19 @@ class MllamaReplacement(ImageTokenReplacement):
 class AudioTokenReplacement(PromptReplacement):
     """Base of classes whose placeholder is `audio_token`."""
 
-    # Whether the waveform is padded to the window of Whisper's extractor.
-    pads_to_window: ClassVar[bool] = True
+    # How Whisper's extractor is used, see `Windows`; and the name of the mask of frames, if any.
+    windows: ClassVar[Windows] = "one"
+    mask: ClassVar[str | None] = "feature_attention_mask"
 
     audio_token: str
+
+    def max_seconds(self, window: float) -> float:
+        """Length of the longest clip that transformers does not truncate.
+
+        Args:
+            window: length of the extractor's window in seconds.
+        """
+        return window
 
     @property
     def placeholder(self) -> str:
@@ -461,7 +475,7 @@ class Qwen2AudioReplacement(AudioTokenReplacement):
 
 
 class Qwen3OmniReplacement(AudioTokenReplacement):
-    pads_to_window: ClassVar[bool] = False
+    windows: ClassVar[Windows] = "none"
 
     processor_class: Literal["Qwen3OmniMoeProcessor"]
     n_window: Positive = 50
@@ -472,6 +486,56 @@ class Qwen3OmniReplacement(AudioTokenReplacement):
         whole, rest = divmod(frames, self.n_window * 2)
         rest = (rest - 1) // 2 + 1
         return self.audio_token * (((rest - 1) // 2 + 1 - 1) // 2 + 1 + whole * 13)
+
+
+class _WindowsReplacement(AudioTokenReplacement):
+    """Base of classes whose encoder reads windows on their own."""
+
+    windows: ClassVar[Windows] = "several"
+    mask: ClassVar[str | None] = "input_features_mask"
+
+    max_audio_len: float = Field(600, gt=0)  # seconds
+
+    def max_seconds(self, window: float) -> float:
+        return self.max_audio_len // window * window
+
+
+class AudioFlamingo3Replacement(_WindowsReplacement):
+    processor_class: Literal["AudioFlamingo3Processor"]
+    audio_token: str = "<sound>"
+
+    def text(self, arrays: Arrays, processor: Any) -> str:
+        frames = int(arrays["input_features_mask"].sum())
+        return self.audio_token * (((frames - 1) // 2 + 1 - 2) // 2 + 1)
+
+
+class GlmAsrReplacement(_WindowsReplacement):
+    processor_class: Literal["GlmAsrProcessor"]
+    audio_token: str = "<|pad|>"
+    max_audio_len: float = Field(655, gt=0)
+
+    def text(self, arrays: Arrays, processor: Any) -> str:
+        frames = int(arrays["input_features_mask"].sum())
+        return self.audio_token * (((frames - 1) // 2 + 1 - 4) // 4 + 1)
+
+
+class VoxtralReplacement(AudioTokenReplacement):
+    """Each window has a row for 8 frames, also where it is padded."""
+
+    windows: ClassVar[Windows] = "joined"
+    mask: ClassVar[str | None] = None
+
+    processor_class: Literal["VoxtralProcessor"]
+    audio_token: str = "[AUDIO]"
+    begin_audio_token: str = "[BEGIN_AUDIO]"
+
+    def max_seconds(self, window: float) -> float:
+        return MAX_SECONDS
+
+    def text(self, arrays: Arrays, processor: Any) -> str:
+        windows, _, frames = arrays["input_features"].shape
+        count: int = windows * frames // 8
+        return self.begin_audio_token + self.audio_token * count
 
 
 class Gemma3nAudioReplacement(AudioTokenReplacement):
@@ -508,8 +572,9 @@ AnyImageReplacement = Annotated[
     | MllamaReplacement,
     Field(discriminator="processor_class")]
 AnyAudioReplacement = Annotated[
-    Qwen2AudioReplacement | Qwen3OmniReplacement | Gemma3nAudioReplacement
-    | Gemma4AudioReplacement, Field(discriminator="processor_class")]
+    Qwen2AudioReplacement | Qwen3OmniReplacement | AudioFlamingo3Replacement | GlmAsrReplacement
+    | VoxtralReplacement | Gemma3nAudioReplacement | Gemma4AudioReplacement,
+    Field(discriminator="processor_class")]
 
 
 def _by_class(union: Any) -> dict[str, type[PromptReplacement]]:

@@ -75,8 +75,8 @@ def test_prefix_caching_distinguishes_images(model):
 
 def test_an_image_is_encoded_once(model, monkeypatch):
     encoded = []
-    real = image_encoder.ImageEncoder.encode
-    monkeypatch.setattr(image_encoder.ImageEncoder, "encode",
+    real = image_encoder.MediaEncoder.encode
+    monkeypatch.setattr(image_encoder.MediaEncoder, "encode",
                         lambda self, arrays: encoded.append(1) or real(self, arrays))
     with llmc.LLM(model[1], prefix_reuse=False) as llm:
         prompt = prompts_of(llm)[1]
@@ -142,7 +142,7 @@ def test_an_encoder_that_does_not_fit_is_refused_before_the_language_model_is_ex
 
 
 def test_the_language_model_alone_is_compiled_on_request(model, tmp_path):
-    about = About({"model_type": "llava"}, {}, False, takes_images=True)
+    about = About({"model_type": "llava"}, {}, False, media=("image",))
     with pytest.raises(llmc.LlmcError, match="'llava' takes images, which target 'tensorrt' does "
                                              "not support; compile with --target cpu or cuda"):
         check_model(CompileOptions(target="tensorrt"), about)

@@ -82,10 +82,10 @@ def test_the_engine_accepts_the_steps_of_positions_by_axis(extension, by_axis, s
     for rank in range(2):
         program = build(extension, manifest, schedules_of(case, rank))
         for step in steps[:4]:
-            rows = sum(count for *_, count in step.image_rows.tolist())
+            rows = sum(count for *_, count in step.media_rows.tolist())
             width = manifest.embeds_width
             program.check_step(LIMITS.num_blocks, *step_arrays(replace(
-                step.without_images(), embeds=np.zeros((rows, width), np.float32),
+                step.without_media(), embeds=np.zeros((rows, width), np.float32),
                 deep_embeds=np.zeros((2, rows, width), np.float32))))
 
 
@@ -140,8 +140,8 @@ def test_the_engine_accepts_the_steps_of_bidirectional_ranges(extension, tmp_pat
     manifest = read_manifest(tmp_path / "case")
     program = build(extension, manifest, schedules_of(tmp_path / "case", 0))
     step = next(own for own in steps if len(own.bidirectional_ranges))
-    rows = sum(count for *_, count in step.image_rows.tolist())
-    given = replace(step.without_images(),
+    rows = sum(count for *_, count in step.media_rows.tolist())
+    given = replace(step.without_media(),
                     embeds=np.zeros((rows, manifest.embeds_width), np.float32))
     program.check_step(LIMITS.num_blocks, *step_arrays(given))
     beyond = given.bidirectional_ranges.copy()

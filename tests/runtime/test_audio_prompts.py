@@ -1,0 +1,158 @@
+"""Prompts with audio: compiled encoders and language models generate as transformers does."""
+
+import base64
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from audio_models import MODELS, WINDOW, clips, write_model
+from click.testing import CliRunner
+
+import llmc
+from llmc.cli import main
+from llmc.runtime.engines import image_encoder
+
+GREEDY = llmc.SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, logprobs=0)
+
+
+def expected(model, prompt, count):
+    """Greedy tokens and their log-probabilities by transformers."""
+    arrays = [own.item.arrays for own in prompt.ranges]
+    given = {name: torch.from_numpy(np.concatenate([own[name] for own in arrays]))
+             for name in (arrays[0] if arrays else ())}
+    ids = torch.tensor([prompt.token_ids])
+    with torch.no_grad():
+        made = model.generate(ids, **given, attention_mask=torch.ones_like(ids),
+                              max_new_tokens=count, do_sample=False, eos_token_id=None,
+                              pad_token_id=0, output_logits=True, return_dict_in_generate=True)
+    return made.sequences[0, ids.shape[1]:].tolist(), \
+        [float(logits[0].double().log_softmax(-1).max()) for logits in made.logits]
+
+
+def assert_generates(model, llm, prompt, completion):
+    read = llm.media_prompt(prompt["prompt"], audio=prompt["audio"])
+    tokens, logprobs = expected(model, read, len(completion.token_ids))
+    assert list(completion.token_ids) == tokens
+    assert [own.chosen for own in completion.logprobs] == pytest.approx(logprobs, abs=1e-4)
+
+
+def prompts_of(llm):
+    """Prompts with 0, 1 and 3 clips of odd lengths."""
+    own = llm.processor.placeholders["audio"]
+    return [{"prompt": "hello there", "audio": []},
+            {"prompt": f"hear {own} now", "audio": clips(1)},
+            {"prompt": f"a {own} b {own} d {own} c", "audio": clips(3)}]
+
+
+@pytest.fixture
+def model(tiny_audio):
+    return tiny_audio
+
+
+def test_clips_generate_as_transformers(model):
+    with llmc.LLM(model[1]) as llm:
+        prompts = prompts_of(llm)
+        for prompt, completion in zip(prompts, llm.generate(prompts, GREEDY), strict=True):
+            assert_generates(model[0], llm, prompt, completion)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_families_generate_as_transformers(name, tp_size, tmp_path):
+    model = write_model(name, tmp_path / "hf")
+    llmc.compile(tmp_path / "hf", tmp_path / "case", tp_size=tp_size)
+    with llmc.LLM(tmp_path / "case") as llm:
+        prompts = prompts_of(llm)
+        if name != "qwen2_audio":  # which reads one window of a clip
+            own = llm.processor.placeholders["audio"]
+            prompts.append({"prompt": f"{own}{own}", "audio": clips(2, longer=3.2)})
+        for prompt, completion in zip(prompts, llm.generate(prompts, GREEDY), strict=True):
+            assert_generates(model, llm, prompt, completion)
+
+
+# A chunk ends within a clip; blocks are short; one clip at a time fits into the cache.
+@pytest.mark.parametrize("options", [
+    {"max_num_batched_tokens": 24, "max_batch_size": 4},
+    {"encoder_cache_gb": 1e-5, "max_num_batched_tokens": 100}])
+def test_chunks_and_eviction_change_nothing(model, options):
+    reference, case = model
+    with llmc.LLM(case, **options) as llm:
+        prompts = prompts_of(llm)
+        for prompt, completion in zip(prompts * 2, llm.generate(prompts * 2, GREEDY), strict=True):
+            assert_generates(reference, llm, prompt, completion)
+
+
+def test_clips_are_encoded_once_and_told_apart_in_cached_prefixes(model, monkeypatch):
+    encoded = []
+    real = image_encoder.MediaEncoder.encode
+    monkeypatch.setattr(image_encoder.MediaEncoder, "encode",
+                        lambda self, arrays: encoded.append(1) or real(self, arrays))
+
+    def cached(prompt):
+        return next(iter(llm.stream(prompt, GREEDY))).num_cached_tokens
+
+    one, other, _ = clips()
+    other = np.pad(other, (0, len(one) - len(other)))  # as many rows
+    with llmc.LLM(model[1]) as llm:
+        text = f"listen to {llm.processor.placeholders['audio']} and tell"
+        assert cached({"prompt": text, "audio": [one]}) == 0
+        assert cached({"prompt": text, "audio": [one.copy()]}) >= 30
+        assert len(encoded) == 1
+        rows = len(llm.media_prompt(text, audio=[one]).ranges[0].positions)
+        assert len(llm.media_prompt(text, audio=[other]).ranges[0].positions) == rows
+        assert cached({"prompt": text, "audio": [other]}) < rows
+        assert len(encoded) == 2
+
+
+def test_files_urls_pairs_with_a_rate_and_chats(model, tmp_path):
+    clip, = clips(1)
+    soundfile.write(tmp_path / "a.wav", clip, 16_000, subtype="FLOAT")
+    data = (tmp_path / "a.wav").read_bytes()
+    with llmc.LLM(model[1]) as llm:
+        own = llm.processor.placeholders["audio"]
+        text = f"hear {own} now"
+        given = llm.generate({"prompt": text, "audio": [clip]}, GREEDY)[0].token_ids
+        url = "data:audio/wav;base64," + base64.b64encode(data).decode()
+        for each in (tmp_path / "a.wav", data, url, (clip, 16_000), (clip.astype(float), 16_000)):
+            assert llm.generate({"prompt": text, "audio": [each]}, GREEDY)[0].token_ids == given
+        half = llm.media_prompt(own, audio=[(clip[::2], 8_000)])  # resampled to as many frames
+        assert len(half) == len(llm.media_prompt(own, audio=[clip]))
+        ids = llm.tokenize(text)
+        assert llm.generate({"prompt_token_ids": ids, "audio": [clip]}, GREEDY)[0].token_ids \
+            == given
+
+
+def test_bad_audio_is_named_and_leaves_other_prompts_alone(model):
+    with llmc.LLM(model[1]) as llm:
+        own = llm.processor.placeholders["audio"]
+        long = np.zeros(16_000 * WINDOW + 1, np.float32)
+        for prompt, message in (
+                ({"prompt": own, "audio": [b"no audio"]}, "audio clip 0: 8 bytes are no audio"),
+                ({"prompt": own, "audio": [long]}, "takes at most 2 s; split it"),
+                ({"prompt": own, "audio": [(clips(1)[0], 10)]}, "its rate is 10"),
+                ({"prompt": own, "audio": [np.zeros((2, 9))]}, "an array of mono samples"),
+                ({"prompt": "a", "audio": clips(1)}, "0 placeholders"),
+                ({"prompt": own, "images": [b""]}, "this model takes no images"),
+                ({"prompt": own + own, "audio": clips(1)}, "2 placeholders")):
+            with pytest.raises(llmc.LlmcError, match=message):
+                llm.generate([prompt, "hello"], GREEDY)
+        assert len(llm.generate("hello", GREEDY)[0].token_ids) == 10
+
+
+def test_run_takes_audio_in_prompts(model, tmp_path):
+    soundfile.write(tmp_path / "a.wav", clips(1)[0], 16_000)
+    with llmc.LLM(model[1]) as llm:
+        own = llm.processor.placeholders["audio"]
+        expected, = llm.generate({"prompt": f"{own} a", "audio": [tmp_path / "a.wav"]},
+                                 llmc.SamplingParams(max_tokens=5, temperature=0))
+    arguments = ["run", str(model[1]), "--audio", str(tmp_path / "a.wav"), "--prompt", f"{own} a",
+                 "--max_tokens", "5", "--temperature", "0"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    assert expected.text in result.output
+    result = CliRunner().invoke(main, [*arguments, "--language", "en"])
+    assert "--language is given, but 'Qwen2AudioForConditionalGeneration'" in result.output
+
+

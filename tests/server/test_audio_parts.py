@@ -1,0 +1,90 @@
+"""Audio in requests: each interface, OpenAI's client, bad audio, and large bodies."""
+
+import base64
+import io
+
+import audio_models
+import pytest
+import soundfile
+from server_process import serving
+
+import llmc
+
+CHAT = "/v1/chat/completions"
+LARGE = 300_000  # bytes
+
+
+@pytest.fixture(scope="module")
+def server(tiny_audio):
+    with serving(tiny_audio[1], "--max_request_bytes", 100_000,
+                 "--max_media_request_bytes", LARGE) as own:
+        yield own
+
+
+def wav(samples, rate=16_000):
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format="WAV", subtype="FLOAT")
+    return file.getvalue()
+
+
+CLIP, OTHER = (wav(own) for own in audio_models.clips(2))
+
+
+def spoken(data):
+    return {"type": "input_audio", "input_audio": {
+        "data": base64.b64encode(data).decode(), "format": "wav"}}
+
+
+def url(data):
+    return "data:audio/wav;base64," + base64.b64encode(data).decode()
+
+
+def ask(server, *content):
+    """Return status and body of a chat completion."""
+    status, _, body = server.post(CHAT, {
+        "messages": [{"role": "user", "content": [*content]}], "max_tokens": 6, "temperature": 0})
+    return status, body
+
+
+def test_parts_of_both_interfaces_give_the_answer_of_the_library(server, tiny_audio):
+    text = {"type": "text", "text": "what is said?"}
+    params = llmc.SamplingParams(max_tokens=6, temperature=0)
+    with llmc.LLM(tiny_audio[1]) as llm:
+        expected = []
+        for data in (CLIP, OTHER):
+            prompt = llm.chat_prompt([{"role": "user", "content": [
+                {"type": "audio", "audio": data}, text]}])
+            expected.append((llm.generate([prompt], params)[0].text, len(prompt)))
+    for part in (spoken(CLIP), {"type": "audio_url", "audio_url": {"url": url(CLIP)}}):
+        status, body = ask(server, part, text)
+        assert (status, body["choices"][0]["message"]["content"],
+                body["usage"]["prompt_tokens"]) == (200, *expected[0])
+    answer = server.client.chat.completions.create(
+        model="tiny", max_tokens=6, temperature=0,
+        messages=[{"role": "user", "content": [spoken(OTHER), text]}])
+    assert (answer.choices[0].message.content, answer.usage.prompt_tokens) == expected[1]
+
+
+def test_models_name_audio(server):
+    assert server.client.models.list().data[0].input_modalities == ["text", "audio"]
+
+
+def test_bad_audio_is_an_error_of_the_request(server):
+    for part, message in (
+            (spoken(b"no audio"), "are no audio"),
+            (spoken(wav(audio_models.clips(1, longer=1.0)[0])), "takes at most 2 s"),
+            ({"type": "input_audio", "input_audio": {"data": "?"}}, "invalid base64"),
+            ({"type": "image_url", "image_url": {"url": "data:,"}}, "image")):
+        status, body = ask(server, part)
+        assert status == 400 and message in body["error"]["message"], body
+    assert ask(server, {"type": "text", "text": "hello"})[0] == 200
+
+
+def test_bodies_with_audio_may_be_larger(server):
+    padding = {"type": "text", "text": " " * 10}
+    clip = wav(audio_models.clips(1)[0])  # 88 kB, 117 kB in base64
+    assert len(clip) > 80_000 and ask(server, spoken(clip), padding)[0] == 200
+    status, body = ask(server, spoken(clip + bytes(LARGE)))
+    assert status == 413 and f"more than {LARGE} bytes" in body["error"]["message"]
+    status, _, body = server.post("/v1/completions", {"prompt": "a" * 200_000})
+    assert status == 413 and "more than 100000 bytes" in body["error"]["message"]
