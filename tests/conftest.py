@@ -6,7 +6,6 @@ import os
 import shutil
 from importlib.util import find_spec
 
-import audio_models
 import cores
 import export_cache
 import families
@@ -212,6 +211,8 @@ def tiny_speech(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_audio(tmp_path_factory):
     """A tiny Qwen2-Audio: the model, and its case directory."""
+    import audio_models  # which imports torch, so it comes after `cores`
+
     root = tmp_path_factory.mktemp("audio")
     model = audio_models.write_model("qwen2_audio", root / "hf")
     llmc.compile(root / "hf", root / "case")
