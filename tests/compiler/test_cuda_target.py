@@ -278,8 +278,8 @@ class _Extension:
 
 @pytest.mark.parametrize(("capability", "versions", "match"), [
     ((8, 9), {}, "was compiled for compute capability 9.0, GPU 0 has 8.9"),
-    ((9, 0), {"CausalAttention": 7},
-     "uses version 6 of CausalAttention, this CUDA engine has version 7"),
+    ((9, 0), {"CausalAttention": 8},
+     "uses version 7 of CausalAttention, this CUDA engine has version 8"),
     ((9, 0), {"NormGemm": None}, "uses version 2 of NormGemm, this CUDA engine has none"),
 ])
 def test_models_larger_than_the_gpu_or_engine_limits_are_refused(tiny_hf, tmp_path, capability,
