@@ -674,10 +674,10 @@ def test_channel_scaling_preserves_the_model(family, root, tmp_path):
 
 def test_calibration_holds_one_layer_in_memory(tmp_path):
     """Six layers take no more memory than two, except for the codes of two."""
-    peaks, tokens = [], np.random.default_rng(4).integers(3, families.VOCAB, 512).tolist()
+    peaks, tokens = [], np.random.default_rng(4).integers(3, families.VOCAB, 1024).tolist()
     for depth in (2, 6):
         raw = load(families.save(families.tiny_model(
-            "llama", hidden_size=128, intermediate_size=256, num_hidden_layers=depth),
+            "llama", hidden_size=256, intermediate_size=512, num_hidden_layers=depth),
             tmp_path / f"{depth}"))
         graph, = fuse(raw, CompileOptions()).graphs
         gc.collect()
@@ -685,7 +685,7 @@ def test_calibration_holds_one_layer_in_memory(tmp_path):
         calibrate(graph, tokens, Scheme("int4"), Scheme("int4"), 64)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    codes = 128 * (128 + 64 + 64 + 128) + 3 * 128 * 256
+    codes = 256 * (256 + 128 + 128 + 256) + 3 * 256 * 512
     assert peaks[1] - peaks[0] < 2 * codes
 
 
