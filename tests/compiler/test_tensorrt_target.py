@@ -618,7 +618,7 @@ def test_the_tensorrt_version_must_match_the_compiled_one(builder, tmp_path):
     check_plugins(manifest, manifest.ops)
     newer = manifest.model_copy(update={"ops": {**manifest.ops, "CausalAttention": 9}})
     with pytest.raises(llmc.LlmcError, match="version 9 of the plugin CausalAttention, .* has "
-                                             "version 6; install"):
+                                             "version 7; install"):
         check_plugins(newer, manifest.ops)
     with pytest.raises(llmc.LlmcError, match="has none; install"):
         check_plugins(manifest, {})
