@@ -14,15 +14,14 @@ from typing import Any
 import onnx
 import torch
 from accelerate import init_empty_weights
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmc.artifacts.manifest import MEDIA_ROWS
-from llmc.compiler.frontend.exporter import export_onnx
-from llmc.compiler.frontend.image import Arrays, remove_added_biases, use_encoder_attention
+from llmc.compiler.frontend.image import Arrays, use_encoder_attention
+from llmc.compiler.frontend.media_export import export_encoder
 from llmc.compiler.frontend.parts import AUDIO, build
 from llmc.compiler.frontend.position_grid import has_positions_by_axis
 from llmc.compiler.frontend.reproducible import Reproducible
-from llmc.compiler.frontend.trace import root_cause, to_proto
+from llmc.compiler.frontend.trace import root_cause
 from llmc.compiler.options import LANGUAGE_MODEL_ONLY
 from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted
@@ -53,35 +52,15 @@ def trace_audio(config: Any, samples: Sequence[Arrays], row_token: int) -> onnx.
         if has_positions_by_axis(model):
             raise LlmcError(f"'{config.model_type}' has positions by axis, which llmc does not "
                             f"support with audio; {LANGUAGE_MODEL_ONLY}")
-        encoder = _Encoder(model, [*samples[0]], row_token).eval()
-        return _export(model, encoder, samples)
+        encoder = _Encoder(model, [*samples[0]], row_token)
+        return export_encoder(model, encoder, {name: [sample[name] for sample in samples]
+                                               for name in samples[0]}, [MEDIA_ROWS])
     except LlmcError:
         raise
     except Exception as error:  # any error of the model's code
         check_interrupted()
         raise LlmcError(f"the audio encoder of '{config.model_type}' cannot be exported: "
                         f"{root_cause(error)}; {LANGUAGE_MODEL_ONLY}") from error
-
-
-def _export(model: Any, encoder: torch.nn.Module, samples: Sequence[Arrays]) -> onnx.ModelProto:
-    """Export an encoder; the model's parameters lose their values."""
-    shapes = [{axis: torch.export.Dim.AUTO for axis, sizes in enumerate(zip(
-        *(sample[name].shape for sample in samples), strict=True)) if len(set(sizes)) > 1}
-        for name in samples[0]]
-    replaced: dict[int, torch.nn.Parameter] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    replaced.setdefault(id(parameter), torch.nn.Parameter(torch.empty(
-                        parameter.shape, dtype=torch.float32), requires_grad=False))
-                    module._parameters[name] = replaced[id(parameter)]
-        examples = {name: torch.zeros(array.shape, dtype=torch.from_numpy(array).dtype)
-                    for name, array in samples[0].items()}
-        exported = export_onnx(encoder, examples, [tuple(shapes)], [MEDIA_ROWS])
-    proto = to_proto(exported, None)
-    remove_added_biases(proto)
-    return proto
 
 
 class _Encoder(torch.nn.Module):

@@ -7,14 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import onnx_graphsurgeon as gs
-import torch
 
 from llmc.compiler.frontend.audio import trace_audio
-from llmc.compiler.frontend.bind import Checkpoint, attach_weights
-from llmc.compiler.frontend.parts import AUDIO, build, text_config
+from llmc.compiler.frontend.media_export import encoder_graph, name_sizes
+from llmc.compiler.frontend.parts import AUDIO, text_config
 from llmc.compiler.frontend.raw import RawAudioEncoder
-from llmc.compiler.frontend.trace import to_graph
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.options import LANGUAGE_MODEL_ONLY
 from llmc.errors import LlmcError
@@ -46,12 +43,10 @@ def export_audio(config: Any, tensors: Mapping[str, Weight], origin: str,
     assert description.audio is not None and description.audio.row_token_id is not None
     samples = [item.arrays for item in _samples(Processor(description))]
     proto = trace_audio(copy.deepcopy(config), samples, description.audio.row_token_id)
-    with torch.device("meta"):
-        model = build(copy.deepcopy(config), AUDIO, False)
-    checkpoint = Checkpoint(model, tensors)
-    graph = to_graph(proto, checkpoint.spelled & model.state_dict().keys())
-    attach_weights(graph, model, checkpoint, origin, names)
-    _name_sizes(graph)
+    graph = encoder_graph(proto, config, AUDIO, tensors, origin, names)
+    name_sizes(graph, "audio")
+    for tensor in graph.outputs:
+        tensor.shape = ["num_embeds", tensor.shape[-1]]
     return RawAudioEncoder(graph)
 
 
@@ -62,17 +57,3 @@ def _samples(processor: Processor) -> Sequence[MediaItem]:
     lengths = [int(count * audio.extractor.max_samples()) for count in _WINDOWS]
     return processor.process_audio([np.zeros(length, np.float32) for length in lengths
                                     if length <= audio.max_samples()])
-
-
-def _name_sizes(graph: gs.Graph) -> None:
-    """Name the dynamic sizes of inputs and outputs as `AudioEncoderProgram` does."""
-    names: dict[str, str] = {}
-    for tensor in graph.inputs:
-        tensor.shape = [names.setdefault(str(size), f"audio_{len(names)}")
-                        if not isinstance(size, int) else size for size in tensor.shape]
-    for tensor in graph.outputs:
-        width = tensor.shape[-1]
-        if not isinstance(width, int):
-            raise LlmcError(f"the audio encoder's output {tensor.name!r} has the width {width}, "
-                            f"which is not constant; {LANGUAGE_MODEL_ONLY}")
-        tensor.shape = ["num_embeds", width]

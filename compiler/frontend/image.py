@@ -19,21 +19,19 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import torch
 from accelerate import init_empty_weights
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AutoModelForImageTextToText, vision_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from llmc.artifacts.manifest import MEDIA_ROWS
 from llmc.artifacts.vision_input import GRID, PACK, SIZES, VisionInput
 from llmc.compiler.frontend import tile_packing
-from llmc.compiler.frontend.exporter import export_onnx
+from llmc.compiler.frontend.media_export import export_encoder
 from llmc.compiler.frontend.one_image import OneImage, OneSize
 from llmc.compiler.frontend.parts import Part, build, text_config
 from llmc.compiler.frontend.reproducible import Reproducible
-from llmc.compiler.frontend.trace import root_cause, to_proto
+from llmc.compiler.frontend.trace import root_cause
 from llmc.compiler.options import LANGUAGE_MODEL_ONLY
 from llmc.errors import LlmcError
 from llmc.interrupts import check_interrupted
@@ -212,40 +210,13 @@ def _export(model: Any, samples: Sequence[Arrays], runs: Sequence[_Run]) -> \
             "function": call.function, "arguments": call.arguments, "names": results}))
         for name, result in zip(call.results, results, strict=True):
             inputs[result] = [own.calls[index].results[name] for own in runs]
-    shapes: list[Mapping[int, Any]] = []
-    for name, arrays in inputs.items():
-        ranks = {array.ndim for array in arrays}
-        if len(ranks) > 1:
-            raise LlmcError(f"the processor gives {name!r} with {min(ranks)} or {max(ranks)} axes, "
-                            f"expected always the same number")
-        sizes = zip(*(array.shape for array in arrays), strict=True)
-        shapes.append({axis: torch.export.Dim.AUTO for axis, each in enumerate(sizes)
-                       if len(set(each)) > 1})
     constants = runs[0].constants
     if any(not all(map(torch.equal, constants, run.constants)) for run in runs):
         raise LlmcError(f"the encoder's positions depend on the image in a way that llmc does not "
                         f"support; {LANGUAGE_MODEL_ONLY}")
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    replaced: dict[int, torch.nn.Parameter] = {}
-    with fake:
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    replaced.setdefault(id(parameter), torch.nn.Parameter(torch.empty(
-                        parameter.shape, dtype=torch.float32), requires_grad=False))
-                    module._parameters[name] = replaced[id(parameter)]
-        examples = {name: torch.zeros(arrays[0].shape, dtype=torch.from_numpy(arrays[0]).dtype)
-                    for name, arrays in inputs.items()}
-        encoder = _Encoder(model, names, computed, SIZES in samples[0], constants)
-        outputs = [MEDIA_ROWS, *(f"{MEDIA_ROWS}_{index}"
-                                 for index in range(len(runs[0].rows) - 1))]
-        exported = export_onnx(encoder.eval(), examples, [tuple(shapes)], outputs)
-    for name, buffer in encoder.named_buffers():  # the exporter's views of them have no values
-        if buffer.is_complex() and name in exported.graph.initializers:
-            exported.graph.initializers[name].const_value = ir.tensor(
-                torch.view_as_real(buffer).numpy(), name=name)
-    proto = to_proto(exported, None)
-    remove_added_biases(proto)
+    encoder = _Encoder(model, names, computed, SIZES in samples[0], constants)
+    proto = export_encoder(model, encoder, inputs, [
+        MEDIA_ROWS, *(f"{MEDIA_ROWS}_{index}" for index in range(len(runs[0].rows) - 1))])
     _remove_unread_grid(proto)
     read = {tensor.name for tensor in proto.graph.input}
     return TracedImageEncoder(proto, tuple(computed), tuple(
@@ -269,17 +240,6 @@ def _remove_unread_grid(proto: onnx.ModelProto) -> None:
     del proto.graph.node[:], proto.graph.input[:]
     proto.graph.node.extend(nodes)
     proto.graph.input.extend(inputs)
-
-
-def remove_added_biases(proto: onnx.ModelProto) -> None:
-    """Remove the bias of convolutions that have none.
-
-    The exporter adds zeros, for three dimensions in a shape that ONNX Runtime refuses.
-    """
-    expanded = {node.output[0] for node in proto.graph.node if node.op_type == "Expand"}
-    for node in proto.graph.node:
-        if node.op_type == "Conv" and len(node.input) > 2 and node.input[2] in expanded:
-            del node.input[2]
 
 
 class _Encoder(torch.nn.Module):

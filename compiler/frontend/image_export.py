@@ -6,16 +6,11 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import onnx_graphsurgeon as gs
-import torch
-
 from llmc.artifacts.manifest import PositionGrid
-from llmc.compiler.frontend.bind import Checkpoint, attach_weights
 from llmc.compiler.frontend.image import IMAGE, trace_image
 from llmc.compiler.frontend.image_masks import ImageMasks, image_masks
-from llmc.compiler.frontend.parts import build
+from llmc.compiler.frontend.media_export import encoder_graph, name_sizes
 from llmc.compiler.frontend.raw import RawImageEncoder
-from llmc.compiler.frontend.trace import to_graph
 from llmc.compiler.graph.image_samples import ImageSample
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.options import LANGUAGE_MODEL_ONLY
@@ -49,13 +44,9 @@ def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
     samples = _samples(Processor(description))
     traced = trace_image(copy.deepcopy(config), [item.arrays for item in samples],
                          [item.num_rows for item in samples])
-    with torch.device("meta"):
-        model = build(copy.deepcopy(config), IMAGE, False)
-    checkpoint = Checkpoint(model, tensors)
-    graph = to_graph(traced.proto, checkpoint.spelled & model.state_dict().keys())
-    attach_weights(graph, model, checkpoint, origin, names)
+    graph = encoder_graph(traced.proto, config, IMAGE, tensors, origin, names)
     inputs = tuple(ImageSample.of(arrays, graph.inputs) for arrays in traced.inputs)
-    _name_sizes(graph)
+    name_sizes(graph, "image")
     return RawImageEncoder(graph, traced.computed, grid, masks.kind, masks.token_id, inputs)
 
 
@@ -77,16 +68,3 @@ def _samples(processor: Processor) -> Sequence[MediaItem]:
     """What the processor gives for images of several sizes."""
     images = [import_pillow().Image.new("RGB", size) for size in _SIZES]
     return [processor.process_images([image])[0] for image in images]
-
-
-def _name_sizes(graph: gs.Graph) -> None:
-    """Name the dynamic sizes of inputs as `ImageEncoderProgram` does; check the outputs'."""
-    names: dict[str, str] = {}
-    for tensor in graph.inputs:
-        tensor.shape = [names.setdefault(str(size), f"image_{len(names)}")
-                        if not isinstance(size, int) else size for size in tensor.shape]
-    for tensor in graph.outputs:
-        width = tensor.shape[-1]
-        if not isinstance(width, int):
-            raise LlmcError(f"the image encoder's output {tensor.name!r} has the width {width}, "
-                            f"which is not constant; use another model")
