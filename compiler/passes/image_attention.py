@@ -111,7 +111,7 @@ def _check(node: gs.Node, settings: Settings, data: set[int],
 
 @dataclass(frozen=True)
 class _Found:
-    """The result for a subgraph: columns, and the numbers of its nodes that compute tables."""
+    """The result for a subgraph: columns, and where its nodes compute cosines and sines."""
 
     columns: np.ndarray
     tables: tuple[_Place, _Place, int, int, bool] | None

@@ -288,7 +288,7 @@ class _Division:
         return ordered
 
     def _index_inputs(self, selection: _Selection, name: str) -> list[gs.Variable]:
-        """Inputs with the numbers of the rows that are joined, one input for each place."""
+        """Add inputs of row indices, one for each part of a joined row; see `MERGED_ROWS`."""
         index = self._rows_of(selection, f"{name}.rows", self._tokens(), 0)
         inputs = []
         for part in range(selection.count):
@@ -327,9 +327,9 @@ class _Division:
 
     def _rows_of(self, selection: _Selection, name: str, like: gs.Tensor, first: int = 1) -> \
             gs.Variable:
-        """Numbers of the selected rows, counted from `first`; int64 [rows] or [rows, count].
+        """Indices of the selected rows, counted from `first`; int64 [rows] or [rows, count].
 
-        With `first` 1, inserted rows have the number 0. `like` has as many rows as the source.
+        With `first` 1, inserted rows have index 0. `like` has as many rows as the source.
         """
         width = int(selection.source.shape[-1])
         size = self._computed_by("Shape", f"{name}.size", [like], start=0, end=1)
