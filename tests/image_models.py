@@ -76,11 +76,14 @@ def write_model(name: str, directory: Path, **text: Any) -> torch.nn.Module:
     tokenizer = write_checkpoint(FAMILIES[processor], directory)
     row = tokenizer.token_to_id(FAMILIES[processor].row)
     known = json.loads((directory / "config.json").read_text())
+    whole = dict(WHOLES.get(name, {}))
+    if "audio_token" in FAMILIES[processor].tokens:
+        whole["audio_token_id"] = tokenizer.token_to_id(FAMILIES[processor].tokens["audio_token"])
     sizes = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 2048}
     if TEXTS[name].get("hidden_size_per_layer_input"):
         sizes["vocab_size_per_layer_input"] = tokenizer.get_vocab_size()
     model = tiny_model(name, row, {**sizes, **text},
-                       WHOLES.get(name, {}), **vision)
+                       whole, **vision)
     model.save_pretrained(directory)
     config = json.loads((directory / "config.json").read_text())
     assert config.get("image_token_id", config.get("image_token_index")) == row, known

@@ -84,7 +84,7 @@ def tiny_model(family, token_id=families.VOCAB - 1, text=(), whole=(), **vision)
     base = CONFIG_MAPPING[WHOLES.get(family, family)]()
     kinds = {"text_config": base.get_text_config(), "vision_config": base.vision_config}
     if kinds["vision_config"] is None:
-        kinds["vision_config"] = CONFIG_MAPPING[f"{family}_vision"]()
+        kinds["vision_config"] = CONFIG_MAPPING[f"{WHOLES.get(family, family)}_vision"]()
     known = kinds["vision_config"].to_dict()
     sizes = {"text_config": TEXTS[family],
              "vision_config": {name: size for name, size in _VISION.items() if name in known}}
