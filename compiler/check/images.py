@@ -20,6 +20,7 @@ from llmc.runtime.core.input_embeds import InputEmbeds
 from llmc.runtime.core.request import InputProcessor
 from llmc.runtime.engines.cuda_image_encoder import load_image_encoder
 from llmc.runtime.engines.image_encoder import ImageEncoder
+from llmc.runtime.multimodal.items import PLURALS
 from llmc.runtime.multimodal.rotary_positions import positions_of_items
 from llmc.runtime.prompts import MediaPrompt
 
@@ -72,9 +73,9 @@ def original_values(reference: str | Path, prompt: MediaPrompt, kind: Bidirectio
     Raises:
         LlmcError: transformers cannot load the model, or run the prompt.
     """
-    model = load_reference(reference, dtype, takes_images=True)
+    model = load_reference(reference, dtype, takes_media=True)
     items = [own.item.arrays for own in prompt.ranges]
-    arrays = _joined(items) | _token_types(model, prompt, kind)
+    arrays = media_arrays(model, prompt, kind)
     try:
         rows = {name: own for index, each in enumerate(items)
                 for name, own in _named(index, reference_rows(model, each)).items()}
@@ -108,6 +109,23 @@ def read_prompt(manifest: Manifest, root: Path, text: str | None, images: Sequen
                                images, (), add_special_tokens=True)
 
 
+def media_arrays(model: Model, prompt: MediaPrompt, kind: Bidirectional | None) -> Values:
+    """Inputs of transformers' model for the images and audio clips of a prompt.
+
+    Args:
+        kind: tokens that see each other.
+
+    Raises:
+        LlmcError: images of the prompt have different sizes.
+    """
+    arrays = Values()
+    for modality in PLURALS:
+        items = [own.item.arrays for own in prompt.ranges if own.item.modality == modality]
+        if items:
+            arrays |= _joined(items)
+    return arrays | _token_types(model, prompt, kind)
+
+
 def _positions(prompt: MediaPrompt) -> np.ndarray:
     """Positions of the rows of all images."""
     return np.concatenate([own.positions for own in prompt.ranges])
@@ -125,7 +143,9 @@ def _token_types(model: Model, prompt: MediaPrompt, kind: Bidirectional | None) 
     Of a prompt whose tokens all see each other, they are 0.
     """
     types = np.zeros((1, len(prompt)), np.int64)
-    types[0, _positions(prompt)] = kind != "prompt"
+    for own in prompt.ranges:
+        if own.item.modality == "image":
+            types[0, own.positions] = kind != "prompt"
     return {name: types for name in _TOKEN_TYPES
             if name in inspect.signature(model.forward).parameters}
 
