@@ -147,7 +147,7 @@ def test_lines_that_cannot_be_read_are_named_and_leave_the_others(case, data):
     ('{"answer": "a"}', "line 1, has none of prompt, token_ids, messages, expected one"),
     ('{"prompt": "a", "token_ids": [1], "answer": "b"}', "has prompt and token_ids of"),
     ('{"prompt": "a", "image": [], "answer": "b"}', "line 1, has the key 'image', supported"),
-    ('{"prompt": "<image>", "answer": "b"}', "no line of"),
+    ('{"token_ids": [99999], "answer": "b"}', "can be answered: line 1: token id 99999"),
     ('{"prompt": 5, "answer": "b"}', "line 1: prompt is not a text")])
 def test_invalid_lines_are_refused_by_number(case, tmp_path, content, message):
     path = tmp_path / "bad.jsonl"

@@ -1,4 +1,18 @@
-"""Images, audio, URLs and messages that clients must not get through, or that are unusual."""
+"""Images, audio, URLs and messages that clients must not get through, or that are unusual.
+
+Where other tests show the same for prompts of the library, `llmc run` and the server:
+
+| input | library | `llmc run` | server |
+| --- | --- | --- | --- |
+| no picture, truncated, 0 or 100,000 pixels a side, a bomb | here, test_images | test_media_cli | test_media |
+| turned by EXIF, alpha, CMYK, 16 bits, animated | here | test_media_cli | test_media |
+| more items than the limit | none but the sequence's | none | test_media, test_audio_parts |
+| placeholders that do not match | here, test_images, test_audio_prompts | test_media_cli | test_media, test_audio_parts |
+| no audio, no samples, three hours | here, test_audio_prompts | test_audio_prompts | test_audio_parts |
+| other rates and channels | here, test_audio_prompts | | test_audio_parts |
+| a URL where none is allowed | here, test_media_prompts | test_media_cli, test_audio_prompts | test_media |
+| other prompts and requests go on | test_images, test_audio_prompts | test_media_cli (prompt files) | test_media |
+"""
 
 import base64
 import http.server
