@@ -1,17 +1,20 @@
 """Images, audio, URLs and messages that clients must not get through, or that are unusual.
 
-Where other tests show the same for prompts of the library, `llmc run` and the server:
+Tests that show the same for prompts of the library, for `llmc run` and for the server:
 
 | input | library | `llmc run` | server |
 | --- | --- | --- | --- |
-| no picture, truncated, 0 or 100,000 pixels a side, a bomb | here, test_images | test_media_cli | test_media |
-| turned by EXIF, alpha, CMYK, 16 bits, animated | here | test_media_cli | test_media |
-| more items than the limit | none but the sequence's | none | test_media, test_audio_parts |
-| placeholders that do not match | here, test_images, test_audio_prompts | test_media_cli | test_media, test_audio_parts |
-| no audio, no samples, three hours | here, test_audio_prompts | test_audio_prompts | test_audio_parts |
-| other rates and channels | here, test_audio_prompts | | test_audio_parts |
-| a URL where none is allowed | here, test_media_prompts | test_media_cli, test_audio_prompts | test_media |
-| other prompts and requests go on | test_images, test_audio_prompts | test_media_cli (prompt files) | test_media |
+| no picture, truncated, 0 or 100,000 pixels a side, bomb | here, 1 | 3 | 5 |
+| EXIF turned, alpha, CMYK, 16 bits, animated | here | 3 | 5 |
+| more items than the limit | no limit | no limit | 5, 6 |
+| placeholders that do not match | here, 1, 2 | 3 | 5, 6 |
+| no audio, no samples, three hours | here, 2 | 2 | 6 |
+| other rates and channels | here, 2 | | 6 |
+| a URL where none is allowed | here, 2, 4 | 2, 3 | 5, 6 |
+| others go on | 1, 2 | 3 (prompt files) | 5, 6 |
+
+1 tests/runtime/test_images.py, 2 tests/runtime/test_audio_prompts.py, 3 test_media_cli.py,
+4 test_media_prompts.py, 5 tests/server/test_media.py, 6 tests/server/test_audio_parts.py
 """
 
 import base64
