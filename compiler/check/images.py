@@ -25,6 +25,7 @@ from llmc.runtime.multimodal.rotary_positions import positions_of_items
 from llmc.runtime.prompts import MediaPrompt
 
 _ENCODER_THREADS = 2
+ROWS = "rows of image"  # start of names of rows
 # Inputs of some models: 1 at the tokens of images.
 _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 
@@ -101,8 +102,6 @@ def read_prompt(manifest: Manifest, root: Path, text: str | None, images: Sequen
     if manifest.image.bidirectional and manifest.target.kind != "cpu":
         raise LlmcError(f"--image is not supported by target '{manifest.target.kind}' for a model "
                         f"whose tokens of an image see each other; compare target cpu")
-    if manifest.quantization:
-        raise LlmcError("--image is not supported for a model with quantized weights; leave it out")
     reader = InputProcessor(manifest, root, 1)
     placeholder = reader.require_processor().placeholders["image"]
     return reader.media_prompt("\n".join([placeholder] * len(images)) if text is None else text,
@@ -133,7 +132,7 @@ def _positions(prompt: MediaPrompt) -> np.ndarray:
 
 def _named(index: int, rows: Iterable[np.ndarray]) -> Values:
     """Rows of an image, and those of deep layers, by name."""
-    return {f"rows of image {index}" + (f", deep layer {layer - 1}" if layer else ""): own
+    return {f"{ROWS} {index}" + (f", deep layer {layer - 1}" if layer else ""): own
             for layer, own in enumerate(rows)}
 
 

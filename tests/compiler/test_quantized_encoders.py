@@ -15,6 +15,7 @@ from schedule_interpreter import interpreted_image_encoder
 import llmc
 from llmc.artifacts.manifest import read_manifest
 from llmc.cli import main
+from llmc.compiler.check.diff import diff
 from llmc.compiler.check.quantized import round_activations
 from llmc.plugins.quantization import dequantized
 from llmc.runtime.engines.image_encoder import MediaEncoder
@@ -125,6 +126,18 @@ def test_a_quantized_language_model_has_weights_of_its_own_names(llava, tmp_path
     assert {f"{name}_scale" for name in manifest.image.quantization} <= names
     with llmc.LLM(tmp_path / "case") as llm:
         assert len(llm.generate(prompts_of(llm)[1], GREEDY)[0].token_ids) == 10
+
+
+def test_diff_compares_images_of_quantized_models(llava, tmp_path):
+    llmc.compile(llava[1], tmp_path / "case", quantize="int8", quantize_encoders="int8")
+    images(1)[0].save(tmp_path / "a.png")
+    report = diff(tmp_path / "case", llava[1], images=[tmp_path / "a.png"], tokens=0)
+    assert report.verdict is None
+    allowed = {own.name: own.allowed for own in report.layers if own.name.endswith("(images)")}
+    assert allowed["rows of image 0 (images)"] == allowed["logits (images)"] == 0.1
+    report = diff(tmp_path / "case", llava[1], images=[tmp_path / "a.png"], tokens=0,
+                  tolerance=1e-6)
+    assert "rows of image 0 (images)" in report.verdict
 
 
 @pytest.mark.parametrize("scheme", ["int8", pytest.param("int4", marks=pytest.mark.thorough)])
