@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.manifest import Dims, DraftInfo, EncoderInfo, PoolingInfo
+from llmc.artifacts.manifest import Dims, DraftInfo, EncoderInfo, Modality, PoolingInfo
 from llmc.compiler.dims import describe_draft, describe_encoder, describe_model, describe_pooled
 from llmc.compiler.frontend.raw import RawModel
 from llmc.compiler.graph.image_samples import settle_sizes
@@ -429,7 +429,8 @@ def _of_host(settings: Settings) -> Settings:
     return replace(settings, options=replace(settings.options, target=CPU.name))
 
 
-def _run_encoder_pass(step: GraphPass, graph: gs.Graph, settings: Settings, kind: str) -> Report:
+def _run_encoder_pass(step: GraphPass, graph: gs.Graph, settings: Settings,
+                      kind: Modality) -> Report:
     """Run a pass over the graph of an encoder of images or audio, and verify it."""
     report = Report(f"{kind}.{step.name}", step.run, kind)
     step.run(graph, settings, report)
@@ -460,6 +461,8 @@ def lower_image(lowered: Lowered, raw: RawModel) -> Lowered:
     if device is None and settings.options.encoder_scheme is not None:
         reports.append(_run_encoder_pass(GraphPass("quantize", quantize_encoder), graph,
                                          _of_host(settings), "image"))
+    for tensor in graph.outputs if device is None else ():
+        tensor.shape = ["num_embeds", tensor.shape[-1]]
     others = [lowered.graphs[0], *(lowered.drafts[0] if lowered.drafts else [])]
     name_media_weights(others, graph, "image")
     if device is not None:
@@ -478,8 +481,6 @@ def fuse_image(graph: gs.Graph, settings: Settings) -> list[Report]:
     tidy(graph)
     for step in IMAGE_PASSES:
         reports.append(_run_encoder_pass(step, graph, settings, "image"))
-    for tensor in graph.outputs:
-        tensor.shape = ["num_embeds", tensor.shape[-1]]
     return reports
 
 

@@ -31,7 +31,6 @@ from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.packing import token_table
 from llmc.errors import LlmcError
 
-
 # Of tensors of a quantized weight; see `WeightForm`.
 _STORED_SUFFIXES = ("_scale", "_zero", "_min", "_blocks")
 

@@ -38,7 +38,7 @@ def said(case):
 
 @pytest.fixture
 def data(said, tmp_path):
-    """Four lines, of which the first matches, and a blank one."""
+    """Four lines and a blank one; the first matches."""
     (tmp_path / "blue.png").write_bytes(BLUE)
     lines = [{"prompt": "what is <image>", "images": [data_url(RED)], "id": 1,
               "answer": ["none", f" {said.upper()}!"]}, None,
@@ -154,7 +154,7 @@ def test_invalid_lines_are_refused_by_number(case, tmp_path, content, message):
     path.write_text(content)
     result = run(case, "--task", "answers", "--data", path)
     assert result.exit_code == 2 and message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    assert "Traceback" not in result.output
 
 
 def test_answers_need_data(case):

@@ -75,7 +75,7 @@ def test_rows_on_a_cpu_are_those_of_the_dequantized_weights(llava, scheme, tmp_p
     manifest = llmc.compile(hf, tmp_path / "case", quantize_encoders=scheme)
     assert manifest.quantization is None and not manifest.chips[0].quantization
     forms = manifest.image.quantization
-    # Three layers, of which LLaVA reads two, and the projector; not the patch embedding.
+    # The two layers whose results LLaVA reads, and the projector; not the patch embedding.
     assert len(forms) == 2 * 6 + 2 and not any("patch_embedding" in name for name in forms)
     encoder = MediaEncoder(manifest, tmp_path / "case", "image", 1)
     for arrays in items_of(tmp_path / "case"):
@@ -83,7 +83,8 @@ def test_rows_on_a_cpu_are_those_of_the_dequantized_weights(llava, scheme, tmp_p
         original, = encoder_rows(model, arrays)
         with Dequantized(model, manifest, tmp_path / "case"):
             expected, = encoder_rows(model, arrays)
-        assert relative(rows, expected) < (2e-3 if scheme != "fp8" else 1e-5)
+        # A rounded activation may differ by one code; FP8 weights are multiplied in float32.
+        assert relative(rows, expected) < (1e-5 if scheme == "fp8" else 0.01)
         assert 1e-4 < relative(rows, original) < TOLERANCES[scheme]
 
 
@@ -95,7 +96,8 @@ def test_the_language_model_stays_as_it_is(llava, tmp_path):
         assert_generates(model, llm, prompt, llm.generate([prompt], GREEDY)[0])
         assert len(llm.generate(prompts_of(llm)[2], GREEDY)[0].token_ids) == 10
     shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "case")]).stdout
-    assert "image encoder, quantized weights: 12 in int8, groups of 32" in shown.replace("\n", " ")
+    assert "image encoder, quantized weights: 2 in int8, groups of 16; 11 in int8, groups of 32; 1 " \
+        "in int8, groups of 64" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize(("name", "scheme"), [
@@ -137,12 +139,12 @@ def test_diff_compares_images_of_quantized_models(llava, tmp_path):
     assert allowed["rows of image 0 (images)"] == allowed["logits (images)"] == 0.1
     report = diff(tmp_path / "case", llava[1], images=[tmp_path / "a.png"], tokens=0,
                   tolerance=1e-6)
-    assert "rows of image 0 (images)" in report.verdict
+    assert {own.name for own in report.layers if not own.passed} >= {"rows of image 0 (images)"}
 
 
 @pytest.mark.parametrize("scheme", ["int8", pytest.param("int4", marks=pytest.mark.thorough)])
 def test_rows_of_audio(tiny_audio, scheme, tmp_path):
-    model, case = tiny_audio
+    _, case = tiny_audio
     manifest = llmc.compile(case.parent / "hf", tmp_path / "case", quantize_encoders=scheme)
     forms = manifest.audio.quantization
     assert len(forms) >= 12 and not any("conv" in name for name in forms)
