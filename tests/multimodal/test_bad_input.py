@@ -172,7 +172,7 @@ def test_media_are_taken_out_of_messages():
         {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}]}])
     assert [own["type"] for own in messages[0]["content"]] == ["image", "text", "audio"]
     assert [own.value for own in sources] == ["data:x", b"sound"]
-    with pytest.raises(LlmcError, match="'video'"):
+    with pytest.raises(LlmcError, match="is a video, which llmc does not support"):
         split_media([{"role": "user", "content": [{"type": "video"}]}])
 
 
