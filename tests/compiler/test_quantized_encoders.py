@@ -96,8 +96,8 @@ def test_the_language_model_stays_as_it_is(llava, tmp_path):
         assert_generates(model, llm, prompt, llm.generate([prompt], GREEDY)[0])
         assert len(llm.generate(prompts_of(llm)[2], GREEDY)[0].token_ids) == 10
     shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "case")]).stdout
-    assert "image encoder, quantized weights: 2 in int8, groups of 16; 11 in int8, groups of 32; 1 " \
-        "in int8, groups of 64" in " ".join(shown.split())
+    assert "image encoder, quantized weights: 2 in int8, groups of 16; 11 in int8, groups of 32; " \
+        "1 in int8, groups of 64" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize(("name", "scheme"), [
