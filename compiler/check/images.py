@@ -41,7 +41,7 @@ def compiled_values(manifest: Manifest, root: Path, prompt: MediaPrompt, run: Ru
     """
     encoder = load_image_encoder(manifest, root, _ENCODER_THREADS, device=0) \
         if manifest.target.spec.gpu else ImageEncoder(manifest, root, _ENCODER_THREADS)
-    encoded = [encoder.encode(own.item.arrays) for own in prompt.ranges]
+    encoded = [encoder.encode(own.item) for own in prompt.ranges]
     embeds, *deep = np.concatenate(encoded, axis=1)
     embed_ids = np.full(len(prompt), -1, np.int32)
     embed_ids[_positions(prompt)] = np.arange(len(embeds))

@@ -77,11 +77,13 @@ class TracedImageEncoder:
         proto: the graph; see `trace_image`.
         computed: how its computed inputs are computed.
         inputs: for each sample, the graph's inputs by name.
+        padded: whether a sample has fewer rows than the encoder gives, which are the first ones.
     """
 
     proto: onnx.ModelProto
     computed: tuple[VisionInput, ...]
     inputs: tuple[Arrays, ...]
+    padded: bool
 
 
 def trace_image(config: Any, samples: Sequence[Arrays], num_rows: Sequence[int] = ()) -> \
@@ -241,7 +243,7 @@ def _export(model: Any, samples: Sequence[Arrays], runs: Sequence[_Run],
     read = {tensor.name for tensor in proto.graph.input}
     return TracedImageEncoder(proto, tuple(computed), tuple(
         {name: array for name, array in zip(inputs, arrays, strict=True) if name in read}
-        for arrays in zip(*inputs.values(), strict=True)))
+        for arrays in zip(*inputs.values(), strict=True)), bool(num_rows))
 
 
 def _check_masks(proto: onnx.ModelProto, masks: Sequence[str], samples: Sequence[Arrays],
