@@ -35,7 +35,7 @@ _OWN_AUDIO = {"qwen2_5_omni": {"n_window": 10}, "qwen3_omni_moe": {
     "n_window": 50, "n_window_infer": 200}}
 _CONFORMER: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "output_proj_dims": 24,
-    "subsampling_conv_channels": [8, 4]}
+    "subsampling_conv_channels": [128, 4]}
 _VISION: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2, "out_hidden_size": 64,
     "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0]}
