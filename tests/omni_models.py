@@ -111,7 +111,7 @@ def _add_speaker(name: str, directory: Path) -> None:
         "architectures": ["OmniForConditionalGeneration"], "model_type": name,
         "thinker_config": config, "talker_config": {"model_type": f"{name}_talker"}}))
     weights = load_file(directory / "model.safetensors")
-    assert all(key.startswith("thinker.") for key in weights)
+    weights = {f"thinker.{key}": value for key, value in weights.items()}
     save_file({**weights, "talker.codec_head.weight": np.zeros((2, 2), np.float32)},
               directory / "model.safetensors", {"format": "pt"})
 

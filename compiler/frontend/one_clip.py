@@ -49,7 +49,7 @@ class _OneClip(TorchFunctionMode):
     | function | replacement, since there is one clip, whose arrays have no padding |
     | --- | --- |
     | `x[mask]` for a mask of frames by clip | all frames |
-    | values of a tensor of one number | unknown, equal to what it is compared with |
+    | value of an integer, as in `tolist` | unknown, equal to what it is compared with |
     | split along the first axis, which saves memory | all |
     | unfold | rows by their indices: their number is that of the chunks in other code |
     """
@@ -67,8 +67,8 @@ def _select(frames: Any, index: Any) -> Any:
     return frames.flatten(0, 1) if is_mask else NotImplemented
 
 
-def _to_list(numbers: Any) -> Any:
-    return [_Unknown()] if tuple(numbers.shape) == (1,) else NotImplemented
+def _item(number: Any) -> Any:
+    return NotImplemented if number.dtype.is_floating_point else _Unknown()
 
 
 def _split(rows: Any, sizes: Any, dim: int = 0) -> Any:
@@ -96,7 +96,7 @@ class _Unknown:
 
 
 _REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
-    torch.Tensor.__getitem__: _select, torch.Tensor.tolist: _to_list,
+    torch.Tensor.__getitem__: _select, torch.Tensor.item: _item,
     torch.split: _split, torch.Tensor.split: _split, torch.Tensor.unfold: _unfold}
 
 
