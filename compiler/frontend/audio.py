@@ -38,8 +38,8 @@ def trace_audio(config: Any, samples: Sequence[Arrays], row_token: int,
                 by_axis: bool = False) -> onnx.ModelProto:
     """Export the audio encoder of a model from its config.
 
-    Parameters are named as by `trace`. The graph's inputs are the arrays of a sample, without masks
-    of padding if there is none; its output is `rows`, float32 [num_rows, width].
+    Parameters are named as by `trace`. The graph's inputs are the arrays of a sample, except for
+    masks that are always 1 and of no effect; its output is `rows`, float32 [num_rows, width].
 
     Args:
         config: a transformers config.

@@ -96,8 +96,8 @@ class _Unknown:
 
 
 _REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
-    torch.Tensor.__getitem__: _select, torch.Tensor.item: _item,
-    torch.split: _split, torch.Tensor.split: _split, torch.Tensor.unfold: _unfold}
+    torch.Tensor.__getitem__: _select, torch.Tensor.item: _item, torch.split: _split,
+    torch.Tensor.split: _split, torch.Tensor.unfold: _unfold}
 
 
 class _Chunks:

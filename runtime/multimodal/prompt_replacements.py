@@ -37,8 +37,8 @@ from llmc.runtime.multimodal.tile_rows import unpadded
 
 Strategy = Literal["default", "full"]
 # What the feature extractor reads of a clip: one window, padded; the same, whose frames of padding
-# are left out; the clip as it is; each of its windows on their own; or all of them at once, cut into
-# windows afterwards.
+# are left out; the clip as it is; each of its windows on their own; or all of them at once, cut
+# into windows afterwards.
 Windows = Literal["one", "cut", "none", "several", "joined"]
 
 
@@ -585,7 +585,8 @@ AnyImageReplacement = Annotated[
     Field(discriminator="processor_class")]
 AnyAudioReplacement = Annotated[
     Qwen2AudioReplacement | Qwen2_5OmniReplacement | Qwen3OmniReplacement
-    | AudioFlamingo3Replacement | GlmAsrReplacement | VoxtralReplacement | Gemma3nAudioReplacement | Gemma4AudioReplacement,
+    | AudioFlamingo3Replacement | GlmAsrReplacement | VoxtralReplacement
+    | Gemma3nAudioReplacement | Gemma4AudioReplacement,
     Field(discriminator="processor_class")]
 
 

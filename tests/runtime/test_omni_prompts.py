@@ -4,14 +4,8 @@ import numpy as np
 import pytest
 from audio_models import clips
 from image_models import images
-from omni_models import (
-    GREEDY,
-    MODELS,
-    assert_generates,
-    marks_of,
-    prompts_of,
-    write_model,
-)
+from omni_models import GREEDY, MODELS, assert_generates, marks_of, prompts_of, write_model
+from processor_checkpoints import speech_of
 
 import llmc
 from llmc.errors import LlmcError
@@ -81,5 +75,7 @@ def test_families_generate_as_transformers(name, tp_size, tmp_path):
     llmc.compile(tmp_path / "hf", tmp_path / "case", tp_size=tp_size)
     with llmc.LLM(tmp_path / "case") as llm:
         prompts = prompts_of(name, longer)
+        for seconds in (0.23, 5.3 if name == "qwen3_omni_moe" else 2.9):  # alone
+            prompts.append({"prompt": f"{marks_of(name)[0]}?", "audio": [speech_of(seconds)]})
         for prompt, completion in zip(prompts, llm.generate(prompts, GREEDY), strict=True):
             assert_generates(model, llm, prompt, completion)
