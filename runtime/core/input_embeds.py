@@ -68,12 +68,13 @@ class InputEmbeds:
             digest = hashlib.sha256(np.asarray(tokens, np.int64).tobytes() + b"".join(self.keys))
             return replace(self, salt=digest.digest(), ranges=np.array(
                 [[0, len(tokens)]] if len(tokens) > 1 else [], np.int64).reshape(-1, 2))
-        is_image = np.concatenate([np.full(len(own.positions), own.item.modality == "image")
-                                   for own in self.items])
-        borders = np.flatnonzero((np.diff(self.positions) != 1) | np.diff(is_image)) + 1
+        audio = [own.positions for own in self.items if own.item.modality == "audio"]
+        is_audio = np.isin(self.positions, np.concatenate(audio)) if audio else \
+            np.zeros(len(self.positions), np.bool_)
+        borders = np.flatnonzero((np.diff(self.positions) != 1) | np.diff(is_audio)) + 1
         keys, ranges = list[bytes](), list[tuple[int, int]]()
         for first, stop in pairwise([0, *borders.tolist(), len(self.positions)]):
-            if not is_image[first]:
+            if is_audio[first]:
                 keys += self.keys[first:stop]
                 continue
             own = hashlib.sha256(b"".join(self.keys[first:stop])).digest()
