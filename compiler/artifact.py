@@ -259,10 +259,10 @@ def _attention(graph: gs.Graph) -> tuple[tuple[LayerCache, ...], tuple[int, ...]
                  for node in attention), tuple(node.attrs["num_heads"] for node in attention)
 
 
-def weight_forms(graphs: Sequence[gs.Graph]) -> dict[str, WeightForm]:
-    """Return the storage format of each quantized weight of a chip, by name."""
+def weight_forms(graphs: Sequence[gs.Graph | None]) -> dict[str, WeightForm]:
+    """Return the storage format of each quantized weight of a chip's graphs, by name."""
     forms: dict[str, WeightForm] = {}
-    for node in (node for graph in graphs for node in graph.nodes):
+    for node in (node for graph in graphs if graph is not None for node in graph.nodes):
         op = op_of(node)
         if op is not None and op.packed(fields := fields_of(node)):
             forms.update((operands(node)[role.weight].name, WeightForm(
