@@ -51,7 +51,7 @@ class _OneClip(TorchFunctionMode):
     | `x[mask]` for a mask of frames by clip | all frames |
     | value of an integer, as in `tolist` | unknown, equal to what it is compared with |
     | split along the first axis, which saves memory | all |
-    | unfold | rows by their indices: their number is that of the chunks in other code |
+    | `x[:, ::2]`, unfold | the same by indices, whose number is written as in other code |
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> \
@@ -63,8 +63,12 @@ class _OneClip(TorchFunctionMode):
 
 
 def _select(frames: Any, index: Any) -> Any:
-    is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.ndim == 2
-    return frames.flatten(0, 1) if is_mask else NotImplemented
+    if isinstance(index, torch.Tensor):
+        is_mask = index.dtype == torch.bool and index.ndim == 2
+        return frames.flatten(0, 1) if is_mask else NotImplemented
+    if index == (slice(None), slice(None, None, 2)):
+        return frames.index_select(1, torch.arange((frames.shape[1] - 1) // 2 + 1) * 2)
+    return NotImplemented
 
 
 def _item(number: Any) -> Any:
