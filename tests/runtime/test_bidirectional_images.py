@@ -14,6 +14,7 @@ from image_models import (
 
 import llmc
 from llmc.runtime.core.input_embeds import InputEmbeds
+from llmc.runtime.multimodal.items import MediaItem, PlaceholderRange
 from llmc.runtime.prompts import MediaPrompt
 
 
@@ -110,6 +111,17 @@ def test_consecutive_rows_are_a_range():
         [None, (2, 5), (2, 5), None, None, (11, 13)]
     assert found.ranges_within(3, 12)[:, 1].tolist() == [5, 5, 0, 0, 0, 0, 0, 0, 13]
     assert found.longest_range == 3 and found.last_range_end == 13
+
+
+def test_rows_of_audio_see_no_later_ones():
+    places = [PlaceholderRange(MediaItem(kind, {"a": np.zeros(3)}, "", len(own)), own[0], len(own),
+                               np.array(own)) for kind, own in (
+        ("audio", [2, 3]), ("image", [4, 5, 6]), ("audio", [7]))]  # one after the other
+    given = InputEmbeds.of_items(places, None)
+    found = given.seen_together("images", range(9))
+    assert found.ranges.tolist() == [[4, 7]]
+    assert [own == other for own, other in zip(found.keys, given.keys, strict=True)] == \
+        [True] * 2 + [False] * 3 + [True]
 
 
 def test_rows_are_named_by_all_rows_of_their_range():
