@@ -23,6 +23,7 @@ from llmc.artifacts.manifest import (
 from llmc.artifacts.weight_file import WEIGHTS_NAME, StoredWeight, read_weight_header
 from llmc.compiler.artifact import write_weights
 from llmc.compiler.expert_adapter import (
+    ExpertStack,
     StackedLowRank,
     expert_stacks,
     single_factors,
@@ -248,16 +249,31 @@ def merge_adapter(raw: RawModel, adapter: PeftAdapter) -> None:
 
     for name, weight in adapter.saved.items():
         put(change(name), weight.cast(np.float32), name)
+    modules, values = dict(adapter.modules), {
+        name: own[0]._values for name, own in tensors.items()}
     for factors in adapter.experts:
-        name, up, down = _expert_parameter(adapter, factors, {
-            name: own[0]._values for name, own in tensors.items()})
+        matrix = find_module(f"{factors.module}.weight", list(tensors))
+        if matrix is not None and len(values[matrix].shape) == 2:  # such as a router's
+            up, down = factors.stacks(1, "weight")
+            modules[factors.module] = LowRank(down[0], up[0])
+            continue
+        name, up, down = _expert_parameter(adapter, factors, values)
         put(tensors[name], tensors[name][0]._values.plus_product(
             Weight.of(up, name), Weight.of(down, name)), name)
+    unknown = {module: pair for module, pair in modules.items()
+               if find_module(f"{module}.weight", list(tensors)) is None}
+    singles, others = single_factors(adapter, unknown, _stacks_of(values))
+    for name, stack in singles.items():
+        put(tensors[name], tensors[name][0]._values.plus_product(
+            Weight.of(np.ascontiguousarray(stack.up.transpose(1, 2, 0)), name),
+            Weight.of(np.ascontiguousarray(stack.down.swapaxes(0, 1)), name)), name)
+    modules = {module: pair for module, pair in modules.items()
+               if module not in unknown or module in others}
     for module, pair in adapter.embeddings.items():
         constants = change(f"{module}.weight")
         put(constants, _plus(adapter, module, constants[0]._values,
                              LowRank(pair.up.T, pair.down.T)), module)
-    for module, pair in adapter.modules.items():
+    for module, pair in modules.items():
         constants = change(f"{module}.weight")
         base, turned = constants[0]._values, _is_turned(adapter, pair, constants[0]._values)
         merged = _plus(adapter, module, base,
@@ -296,6 +312,19 @@ def _expert_parameter(adapter: PeftAdapter, factors: ExpertFactors,
     if turned:
         up, down = (np.ascontiguousarray(own.transpose(0, 2, 1)) for own in (down, up))
     return found[0], up, down
+
+
+def _stacks_of(tensors: Mapping[str, Weight]) -> dict[str, ExpertStack]:
+    """The stacks of a model's experts that are stored as [experts, out, in], ups below gates."""
+    shapes = {name: weight.shape for name, weight in tensors.items() if len(weight.shape) == 3}
+    found = {}
+    for name, (count, out, width) in shapes.items():
+        parent, _, leaf = name.rpartition(".")
+        if not _are_turned(shapes, f"{parent}."):
+            gated = leaf == "gate_up_proj"
+            found[name] = ExpertStack(count, out, width, tuple(range(out // 2)) if gated else (),
+                                      tuple(range(out // 2, out)) if gated else ())
+    return found
 
 
 def _are_turned(stacks: Mapping[str, tuple[int, ...]], prefix: str) -> bool:
