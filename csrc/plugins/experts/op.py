@@ -45,7 +45,7 @@ Of the form in slots, with expert i as part i:
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -116,13 +116,15 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
     return "\n".join([*_loop(fields, present), *_result(present)])
 
 
-def _loop(fields: Fields, present: frozenset[str], *, on_cpu: bool = False) -> list[str]:
+def _loop(fields: Fields, present: frozenset[str], *, on_cpu: bool = False,
+          only: str = "") -> list[str]:
     """Return lines for `sum`, rows without the residual.
 
     Args:
         fields: attributes.
         present: inputs.
         on_cpu: compute adapters as the cpu target does.
+        only: the tensor of `_adapted_pairs`, to leave out the pairs of other tokens; "": all.
     """
     biases = [f"{name}_own = Gather<axis=0>({name}, e)" if name in present else ""
               for name in ("gate_up_bias", "down_bias")]
@@ -170,7 +172,8 @@ def _loop(fields: Fields, present: frozenset[str], *, on_cpu: bool = False) -> l
         "all_experts = Reshape(experts, last)",
         "flat_scores = Reshape(scores, last)",
         f"top_k = Constant<value_int={fields['top_k']}>()",
-        *_local(fields),
+        *(_adapted_pairs(fields["top_k"]) if only else []),
+        *_local(fields, only),
         "hit, hit_first, hit_inverse, hit_counts = Unique(there)",
         "count = Size(hit)",
         "true = Constant<value = bool {1}>()",
@@ -213,7 +216,7 @@ def _add_adapters(present: frozenset[str], stack: str, x: str, base: str, made: 
             *(cpu_adapter_text(made, x, base) if on_cpu else
               [*adapter_text(frozenset({"lora_a"}), "lora_made", x),
                f"{made} = Add({base}, lora_made)"])]
-    return [re.sub(r"(?<!\w)lora_(\w+)", rf"{stack}_own_\1", line) for line in lines]
+    return [re.sub(r"(?<!\w)lora_(\w+)", rf"{stack}_adapter_\1", line) for line in lines]
 
 
 def _result(present: frozenset[str], rows: str = "sum") -> list[str]:
@@ -242,8 +245,15 @@ def _own_weights(fields: Fields, present: frozenset[str]) -> list[str]:
     return lines
 
 
-def _local(fields: Fields) -> list[str]:
-    """Return lines for `flat_experts`, local indices, and for `there`, the local ones."""
+def _local(fields: Fields, only: str) -> list[str]:
+    """Return lines for `flat_experts`, local indices, and for `there`, the local ones.
+
+    Of pairs for which `only` is false, indices are -1.
+    """
+    if only:
+        return ["nowhere = Constant<value_int=-1>()",
+                f"flat_experts = Where({only}, all_experts, nowhere)",
+                f"there = Compress<axis=0>(all_experts, {only})"]
     if not fields["sharded"]:
         return ["flat_experts = Identity(all_experts)", "there = Identity(all_experts)"]
     return [f"start = Constant<value_int={fields['first_expert']}>()",
@@ -259,24 +269,43 @@ def _local(fields: Fields) -> list[str]:
 def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     """Use com.microsoft.MoE, or QMoE, where it computes the same.
 
-    A step with adapters of experts takes the loop, as these kernels take none.
+    These kernels take no adapters, so the loop computes the tokens that have one.
     """
+    if "gate_up_lora_down" in present:
+        return None
     kernel = _kernel(fields, present)
     if "lora_ids" not in present:
         return kernel and "\n".join([*kernel, *_result(present)])
-    adapted = _loop(fields, present, on_cpu=True)
     if kernel is None:
-        return "\n".join([*adapted, *_result(present)])
-    branches = ", ".join(
-        f"{kind}_branch = {kind}_way () => (float[n, h] {kind}_sum) {{\n" + "\n".join(
-            [*lines, f"{kind}_sum = Identity(sum)"]) + "\n}"
-        for kind, lines in (("then", adapted), ("else", kernel)))
+        return "\n".join([*_loop(fields, present, on_cpu=True), *_result(present)])
     return "\n".join([
+        *_loop(fields, present, on_cpu=True, only="adapted_pairs"),
+        *_renamed(kernel, "kernel"),
+        "both_sums = Where(adapted_column, sum, kernel_sum)",
+        *_result(present, "both_sums")])
+
+
+def _renamed(lines: Sequence[str], prefix: str) -> list[str]:
+    """Return lines with a prefix before the name of each tensor that they make."""
+    made = "|".join(re.escape(line.partition(" = ")[0]) for line in lines)
+    return [re.sub(rf"\b({made})\b", rf"{prefix}_\1", line) for line in lines]
+
+
+def _adapted_pairs(top_k: int) -> list[str]:
+    """Return lines for `adapted_pairs`, whether each token's adapter may change experts.
+
+    Also `adapted_column` [num_tokens, 1], of each token.
+    """
+    return [
         *(f"{stack}_count = Size({stack}_lora_owner)" for stack in STACKS),
-        "all_count = Add(gate_up_count, down_count)",
-        "has_adapters = Cast<to=9>(all_count)",
-        f"chosen_sum = If(has_adapters) <{branches}>",
-        *_result(present, "chosen_sum")])
+        "adapters_count = Add(gate_up_count, down_count)",
+        "has_rows = Cast<to=9>(adapters_count)",
+        "long_ids = Cast<to=7>(lora_rows_ids)", "no_slot = Constant<value_int=-1>()",
+        "has_slot = Greater(long_ids, no_slot)", "adapted = And(has_slot, has_rows)",
+        "adapted_column = Unsqueeze(adapted, last)",
+        f"adapted_repeats = Constant<value_ints=[1, {top_k}]>()",
+        "adapted_grid = Tile(adapted_column, adapted_repeats)",
+        "adapted_pairs = Reshape(adapted_grid, last)"]
 
 
 def _kernel(fields: Fields, present: frozenset[str]) -> list[str] | None:
