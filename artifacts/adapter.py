@@ -33,8 +33,9 @@ _MAX_INFO_BYTES = 16 << 20
 _AGAIN = "compile the adapter again"
 
 # Matrices by layer: A [rows, in] and B [rows, out], float32, of experts [rows, experts, in] and
-# [rows, experts, out]; or for a layer whose adapters are in slots [parts, rank, in] and [out, rank],
-# of experts [experts, rank, in] and [experts * out, rank], in its dtype (bfloat16 as uint16).
+# [rows, experts, out]; or for a layer whose adapters are in slots [parts, rank, in] and
+# [out, rank], of experts [experts, rank, in] and [experts * out, rank], in its dtype (bfloat16 as
+# uint16).
 Matrices = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
@@ -151,8 +152,8 @@ def _read_matrices(path: Path, chip: Chip, info: AdapterInfo) -> Matrices:
         if layer is None or left is None or right is None:
             raise LlmcError(f"'{path}' has matrices of '{name}', which is no layer of chip "
                             f"{chip.rank} that takes adapters; {_AGAIN}")
-        rows = sum(info.ranks_of(layer)), *((layer.num_experts,) if layer.experts else ())
-        shapes = [(*rows, layer.in_features), (*rows, layer.out_features)]
+        leading = sum(info.ranks_of(layer)), *((layer.num_experts,) if layer.experts else ())
+        shapes = [(*leading, layer.in_features), (*leading, layer.out_features)]
         if (left.dtype, right.dtype) != ("float32", "float32") \
                 or [tuple(left.shape), tuple(right.shape)] != shapes:
             raise LlmcError(f"'{path}' has matrices {list(left.shape)} and {list(right.shape)} of "

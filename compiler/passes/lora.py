@@ -8,8 +8,8 @@ Or for a target whose kernels take adapters in slots (see llmc.plugins.lora):
 Result:  GemmBiasAct(x, W, bias, lora_ids, lora_down, lora_up, lora_ranks, lora_part), the last one
          a constant
 
-An Embedding takes adapters, too: as a linear layer of one-hot vectors. Experts take those of both of
-their stacks of matrices.
+An Embedding takes adapters, too: as a linear layer of one-hot vectors. Experts take those of both
+of their stacks of matrices.
 
 Only with `--enable_lora`; otherwise the graph stays as it is. The pass runs after partition, when a
 weight has its final rows and columns, and before quantization, which changes its values. A layer
@@ -166,7 +166,8 @@ def _adapt_experts(graph: gs.Graph, node: gs.Node, known: dict[str, dict[str, gs
         return
     more: dict[str, gs.Tensor] = {}
     for stack in STACKS:
-        origin: StackOrigin = values_of(given[stack]).stack_origin
+        origin = values_of(given[stack]).stack_origin
+        assert origin is not None
         layer = given[stack].name.removesuffix(_WEIGHT)
         if layer not in known:
             known[layer] = _inputs(graph, LoraInput(

@@ -222,10 +222,9 @@ __global__ void __launch_bounds__(kShrinkWarps * 32) shrink_tiles_kernel(LoraPar
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = m * 16 + h * 8 + g;
-      x[m][h] =
-          row < tile.count
-              ? static_cast<const T*>(p.x) + static_cast<int64_t>(x_row_of(p, order[row])) * p.in
-              : nullptr;
+      x[m][h] = row < tile.count ? static_cast<const T*>(p.x) +
+                                       static_cast<int64_t>(x_row_of(p, order[row])) * p.in
+                                 : nullptr;
     }
   const T* down = static_cast<const T*>(p.down) +
                   ((static_cast<int64_t>(part) * p.slots + tile.slot) * p.rank + first + g) * p.in;
@@ -305,9 +304,8 @@ __global__ void __launch_bounds__(kThreads) expand_tiles_kernel(LoraParams p, in
                          ? p.hidden + static_cast<int64_t>(order[row]) * p.parts * p.rank
                          : nullptr;
     }
-  const T* up =
-      static_cast<const T*>(p.up) +
-      (static_cast<int64_t>(up_of(p, tile.slot)) * p.out + begin + g) * p.rank;
+  const T* up = static_cast<const T*>(p.up) +
+                (static_cast<int64_t>(up_of(p, tile.slot)) * p.out + begin + g) * p.rank;
   const int64_t stride = static_cast<int64_t>(p.rows) * p.parts * p.rank;
   const uint4 zero = make_uint4(0, 0, 0, 0);
   float sum[kTileM][kTileN][4] = {};
@@ -341,8 +339,7 @@ __global__ void __launch_bounds__(kThreads) expand_tiles_kernel(LoraParams p, in
       for (int i = 0; i < 4; ++i) {
         const int row = m * 16 + i / 2 * 8 + g, column = begin + n * 8 + 2 * t + i % 2;
         if (row >= tile.count || column >= p.out) continue;
-        T& z =
-            static_cast<T*>(p.z)[static_cast<int64_t>(z_row_of(p, order[row])) * p.out + column];
+        T& z = static_cast<T*>(p.z)[static_cast<int64_t>(z_row_of(p, order[row])) * p.out + column];
         z = from_float<T>(to_float(z) + sum[m][n][i]);
       }
 }

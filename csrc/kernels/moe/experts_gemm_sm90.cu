@@ -719,19 +719,17 @@ cudaError_t run_both(const ExpertsParams& p, const Pairs& pairs, cudaStream_t st
         if constexpr (!kRounded)
           error =
               launch(permute_x_kernel<kPacked<kCodeType>>, p.num_tokens, 128, 0, stream, p, pairs);
-        return error != cudaSuccess
-                   ? error
-                   : launch_gemm<T, false, kCodeType, kRounded, kConsumerGroups, kPairs, kStages,
-                                 kBlocks>(p, pairs, stream);
+        return error != cudaSuccess ? error
+                                    : launch_gemm<T, false, kCodeType, kRounded, kConsumerGroups,
+                                                  kPairs, kStages, kBlocks>(p, pairs, stream);
       },
       [&] {
         const cudaError_t error = quantize_inner(
             kDType<T>, p, pairs, kRounded ? ActivationQuant::kCodes : ActivationQuant::kDequantized,
             stream);
-        return error != cudaSuccess
-                   ? error
-                   : launch_gemm<T, true, kCodeType, kRounded, kConsumerGroups, kPairs, kStages,
-                                 kBlocks>(p, pairs, stream);
+        return error != cudaSuccess ? error
+                                    : launch_gemm<T, true, kCodeType, kRounded, kConsumerGroups,
+                                                  kPairs, kStages, kBlocks>(p, pairs, stream);
       });
 }
 

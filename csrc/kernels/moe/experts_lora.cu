@@ -22,7 +22,7 @@ struct Scratch {
   int32_t* tokens;  // [pairs]
   int32_t* order;   // [pairs], of plan_lora_tiles(), as tiles
   LoraTile* tiles;
-  float* hidden;    // [splits, pairs, rank]
+  float* hidden;  // [splits, pairs, rank]
 };
 
 int rows_of_gate_up(const ExpertsParams& p) { return p.gated ? 2 * p.inner : p.inner; }
@@ -37,8 +37,7 @@ int64_t layout_scratch(DType dtype, const ExpertsParams& p, const ExpertsLoraPar
     bytes += (size + 255) / 256 * 256;
     return at;
   };
-  made->both =
-      take(int64_t{pairs} * rows_of_gate_up(p) * (dtype == DType::kFloat32 ? 4 : 2));
+  made->both = take(int64_t{pairs} * rows_of_gate_up(p) * (dtype == DType::kFloat32 ? 4 : 2));
   made->ids = static_cast<int32_t*>(take(int64_t{pairs} * 4));
   made->tokens = static_cast<int32_t*>(take(int64_t{pairs} * 4));
   made->order = static_cast<int32_t*>(take(int64_t{pairs} * 4));
@@ -104,16 +103,14 @@ cudaError_t by_rows(const LoraParams& all, int width, F&& f) {
 
 cudaError_t shrink(DType dtype, const LoraParams& p, bool tiled, cudaStream_t stream) {
   if (tiled) return lora_shrink_tiles(dtype, p, stream);
-  return by_rows(p, dtype == DType::kFloat32 ? 4 : 2, [&](const LoraParams& part) {
-    return lora_shrink_rows(dtype, part, stream);
-  });
+  return by_rows(p, dtype == DType::kFloat32 ? 4 : 2,
+                 [&](const LoraParams& part) { return lora_shrink_rows(dtype, part, stream); });
 }
 
 cudaError_t expand(DType dtype, const LoraParams& p, bool tiled, cudaStream_t stream) {
   if (tiled) return lora_expand_tiles(dtype, p, stream);
-  return by_rows(p, dtype == DType::kFloat32 ? 4 : 2, [&](const LoraParams& part) {
-    return lora_expand_rows(dtype, part, stream);
-  });
+  return by_rows(p, dtype == DType::kFloat32 ? 4 : 2,
+                 [&](const LoraParams& part) { return lora_expand_rows(dtype, part, stream); });
 }
 
 }  // namespace
@@ -170,8 +167,8 @@ cudaError_t adapted_gemms(
   if (error == cudaSuccess)
     error = dispatch_dtype(dtype, [&](auto* type) {
       using T = std::remove_pointer_t<decltype(type)>;
-      return launch(activate_pairs_kernel<T>, ceil_div(int64_t{rows} * p.inner, kThreads),
-                    kThreads, 0, stream, p, static_cast<const T*>(scratch.both),
+      return launch(activate_pairs_kernel<T>, ceil_div(int64_t{rows} * p.inner, kThreads), kThreads,
+                    0, stream, p, static_cast<const T*>(scratch.both),
                     static_cast<T*>(pairs.inner));
     });
   if (error == cudaSuccess) error = shrink(dtype, second, tiled, stream);

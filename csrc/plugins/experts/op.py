@@ -275,7 +275,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
         return None
     kernel = _kernel(fields, present)
     if "lora_ids" not in present:
-        return kernel and "\n".join([*kernel, *_result(present)])
+        return None if kernel is None else "\n".join([*kernel, *_result(present)])
     if kernel is None:
         return "\n".join([*_loop(fields, present, on_cpu=True), *_result(present)])
     return "\n".join([
@@ -387,11 +387,12 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     _check_adapters(present)
     inner_width: int | str = fields["inner_features"] if fields["weight_dtype"] else "inner"
     adapters: dict[str, Shape] = {"lora_ids": ("num_tokens",)}
-    for stack, rows, width in (("gate_up", both, hidden), ("down", hidden, inner_width)):
+    for stack, outputs, columns in (("gate_up", both, hidden), ("down", hidden, inner_width)):
         own = f"{stack}_lora_rows"
-        adapters |= {f"{stack}_lora_a": (own, "experts", width),
-                     f"{stack}_lora_b": (own, "experts", rows), f"{stack}_lora_owner": (own,),
-                     f"{stack}_lora_down": ("experts", "slots", "rank", width),
+        adapters |= {f"{stack}_lora_a": (own, "experts", columns),
+                     f"{stack}_lora_b": (own, "experts", outputs),
+                     f"{stack}_lora_owner": (own,),
+                     f"{stack}_lora_down": ("experts", "slots", "rank", columns),
                      f"{stack}_lora_up": ("slots", f"{stack}_outputs", "rank"),
                      f"{stack}_lora_ranks": ("slots",)}
     return {"x": ("num_tokens", hidden), "experts": ("num_tokens", fields["top_k"]),
@@ -453,7 +454,7 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
             continue
         score = scores[token, slot]
         row = x[token] * score if fields["scale_input"] else x[token]
-        adapter = inputs["lora_ids"].reshape(-1)[token] if "lora_ids" in inputs else -1
+        adapter = int(inputs["lora_ids"].reshape(-1)[token]) if "lora_ids" in inputs else -1
         both = wide["gate_up"][own] @ activations(fields, row) + _adapter_product(
             inputs, "gate_up", own, adapter, row)
         if "gate_up_bias" in wide:

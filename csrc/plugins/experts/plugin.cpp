@@ -212,8 +212,7 @@ class Experts : public Plugin {
     if (ids == nullptr) throw Error("Experts takes lora_ids with adapters");
     const Dim &experts = in[kDown][0], &slots = (*down)[1], &rank = (*down)[2];
     expect("Experts' lora_down", *down, {experts, slots, rank, width});
-    if (experts.known())
-      expect("Experts' lora_up", *up, {slots, out * experts.number(), rank});
+    if (experts.known()) expect("Experts' lora_up", *up, {slots, out * experts.number(), rank});
     expect("Experts' lora_ranks", *ranks, {slots});
     expect("Experts' slots of adapters", {slots}, {(*optional(in, adapters_of(kDown)))[1]});
     if (rank.known() && rank.number() % 8 != 0)
@@ -332,36 +331,53 @@ class Experts : public Plugin {
 }  // namespace
 
 void register_experts() {
-  register_plugin(
-      {"Experts",
-       3,
-       {"x", "experts: int64 int32", "scores: float32", "gate_up: weight_dtype",
-        "down: weight_dtype", "gate_up_bias?", "down_bias?", "gate_up_scale?: scale_dtype",
-        "gate_up_zero?: uint8", "down_scale?: scale_dtype", "down_zero?: uint8", "residual?",
-        "gate_up_lora_a?", "gate_up_lora_b?", "gate_up_lora_owner?: int32", "down_lora_a?",
-        "down_lora_b?", "down_lora_owner?: int32", "lora_ids?: int32", "gate_up_lora_down?",
-        "gate_up_lora_up?", "gate_up_lora_ranks?: int32", "down_lora_down?", "down_lora_up?",
-        "down_lora_ranks?: int32"},
-       {"y"},
-       {{"top_k", int64_t{0}},
-        {"activation", std::string("silu")},
-        {"gated", int64_t{1}},
-        {"alpha", 1.0},
-        {"limit", 0.0},
-        {"up_offset", 0.0},
-        {"scale_input", int64_t{0}},
-        {"first_expert", int64_t{0}},
-        {"sharded", int64_t{0}},
-        {"weight_dtype", std::string("")},
-        {"group_size", int64_t{0}},
-        {"in_features", int64_t{0}},
-        {"inner_features", int64_t{0}},
-        {"activation_dtype", std::string("")},
-        {"activation_group_size", int64_t{0}}},
-       {"top_k"},
-       [](const Fields& fields) -> std::unique_ptr<Plugin> {
-         return std::make_unique<Experts>(fields);
-       }});
+  register_plugin({"Experts",
+                   3,
+                   {"x",
+                    "experts: int64 int32",
+                    "scores: float32",
+                    "gate_up: weight_dtype",
+                    "down: weight_dtype",
+                    "gate_up_bias?",
+                    "down_bias?",
+                    "gate_up_scale?: scale_dtype",
+                    "gate_up_zero?: uint8",
+                    "down_scale?: scale_dtype",
+                    "down_zero?: uint8",
+                    "residual?",
+                    "gate_up_lora_a?",
+                    "gate_up_lora_b?",
+                    "gate_up_lora_owner?: int32",
+                    "down_lora_a?",
+                    "down_lora_b?",
+                    "down_lora_owner?: int32",
+                    "lora_ids?: int32",
+                    "gate_up_lora_down?",
+                    "gate_up_lora_up?",
+                    "gate_up_lora_ranks?: int32",
+                    "down_lora_down?",
+                    "down_lora_up?",
+                    "down_lora_ranks?: int32"},
+                   {"y"},
+                   {{"top_k", int64_t{0}},
+                    {"activation", std::string("silu")},
+                    {"gated", int64_t{1}},
+                    {"alpha", 1.0},
+                    {"limit", 0.0},
+                    {"up_offset", 0.0},
+                    {"scale_input", int64_t{0}},
+                    {"first_expert", int64_t{0}},
+                    {"sharded", int64_t{0}},
+                    {"weight_dtype", std::string("")},
+                    {"group_size", int64_t{0}},
+                    {"in_features", int64_t{0}},
+                    {"inner_features", int64_t{0}},
+                    {"activation_dtype", std::string("")},
+                    {"activation_group_size", int64_t{0}}},
+                   {"top_k"},
+                   [](const Fields& fields) -> std::unique_ptr<Plugin> {
+                     return std::make_unique<Experts>(fields);
+                   }});
 }
 
 }  // namespace llmc
