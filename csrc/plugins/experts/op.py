@@ -392,8 +392,8 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
         adapters |= {f"{stack}_lora_a": (own, "experts", columns),
                      f"{stack}_lora_b": (own, "experts", outputs),
                      f"{stack}_lora_owner": (own,),
-                     f"{stack}_lora_down": ("experts", "slots", "rank", columns),
-                     f"{stack}_lora_up": ("slots", f"{stack}_outputs", "rank"),
+                     f"{stack}_lora_down": ("experts", "slots", f"{stack}_rank", columns),
+                     f"{stack}_lora_up": ("slots", f"{stack}_outputs", f"{stack}_rank"),
                      f"{stack}_lora_ranks": ("slots",)}
     return {"x": ("num_tokens", hidden), "experts": ("num_tokens", fields["top_k"]),
             **adapters,
@@ -402,6 +402,21 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
             "down_bias": ("experts", hidden), "residual": ("num_tokens", hidden),
             **{name: ("experts", both, "groups") for role in _ROLES
                for name in (role.scale, role.zero)}, **packed}
+
+
+def _shapes(shapes: Mapping[str, Shape], fields: Fields) -> Sequence[Shape]:
+    """Return the output's shape.
+
+    Raises:
+        ValueError: adapters in slots have other outputs than the experts' weights have rows.
+    """
+    for stack in STACKS:
+        up, weight = shapes.get(f"{stack}_lora_up"), shapes[stack]
+        outputs = [dim for dim in weight[:2] if isinstance(dim, int)]
+        if up is not None and len(outputs) == 2 and up[1] != outputs[0] * outputs[1]:
+            raise ValueError(f"Experts' {stack}_lora_up is {list(up)}, expected "
+                             f"{outputs[0] * outputs[1]} outputs")
+    return [shapes["x"]]
 
 
 def _check_adapters(present: frozenset[str]) -> None:
@@ -620,7 +635,7 @@ OP = Op(
     choices={"activation": tuple(REFERENCE), "gated": (0, 1), "scale_input": (0, 1),
              "sharded": (0, 1), "weight_dtype": ("", *CODE_TYPES),
              "activation_dtype": ("", FLOAT8)},
-    shapes=lambda shapes, fields: [shapes["x"]],
+    shapes=_shapes,
     dims=_dims,
     shard=(ByExperts(("gate_up", "down", "gate_up_bias", "down_bias"), "first_expert", "sharded"),
            ByInner(("gate_up", "gate_up_bias"), "down", paired="gated", added=("down_bias",))),
