@@ -291,6 +291,6 @@ def name_origins(graph: gs.Graph) -> None:
         if not isinstance(values, Weight):
             continue
         if len(values.shape) == 2:
-            values.origin = Origin.of(tensor.name, values.shape)
+            values.set_origin(Origin.of(tensor.name, values.shape))
         if len(values.shape) == 3:
-            values.stack_origin = StackOrigin.of(tensor.name, values.shape)
+            values.set_origin(StackOrigin.of(tensor.name, values.shape))

@@ -476,7 +476,8 @@ class Loop:
             source = request.encoder_input if self._encodes else None
             prompt, key = list(request.prompt), call.scheduling.salt + request.key(self._encodes)
             count = request.params.prompt_logprobs
-            scores = None if count is None else PromptScores(prompt, count)
+            rows = () if request.embeds is None else request.embeds.positions.tolist()
+            scores = None if count is None else PromptScores(prompt, count, rows)
             for sample in call.samples(request):
                 yield self._sequence(call, request, number, sample, prompt, key, source, scores)
 
