@@ -85,6 +85,9 @@ def stacked_factors(adapter: PeftAdapter, factors: ExpertFactors,
                     stacks: Mapping[str, ExpertStack]) -> tuple[str, StackedLowRank]:
     """Return the stack that factors of a stacked parameter change, and its factors.
 
+    For gated experts stored as [num_experts, in, out] whose module does not say so (Llama 4), PEFT
+    exchanges in and out: lora_A has the outputs.
+
     Raises:
         LlmcError: no stack of the module has their shape, or their rank is above MAX_RANK.
     """
@@ -92,8 +95,12 @@ def stacked_factors(adapter: PeftAdapter, factors: ExpertFactors,
     own = {name: stack for name, stack in stacks.items()
            if parent in (name, name.rpartition(".")[0])}
     out, width = len(factors.up), factors.down.shape[1]
-    found = [name for name, stack in own.items() if (stack.out, stack.width) == (out, width)
-             and len(factors.down) % stack.num_experts == 0]
+    gated = any(stack.gates for stack in own.values())
+    for sides in ((out, width), (width, out)) if gated else ((out, width),):
+        found = [name for name, stack in own.items() if (stack.out, stack.width) == sides
+                 and len(factors.down) % stack.num_experts == 0]
+        if found:
+            break
     if len(found) != 1:
         known = ", ".join(f"{name.rpartition('.')[2]} [{stack.num_experts}, {stack.out}, "
                           f"{stack.width}]" for name, stack in own.items())
@@ -103,7 +110,9 @@ def stacked_factors(adapter: PeftAdapter, factors: ExpertFactors,
     name, = found
     up, down = factors.stacks(stacks[name].num_experts, name.rpartition(".")[2])
     _require_rank(adapter, factors.module, down.shape[1])
-    return name, StackedLowRank(down.transpose(1, 0, 2), up.transpose(2, 0, 1))
+    left, right = down.transpose(1, 0, 2), up.transpose(2, 0, 1)
+    return name, StackedLowRank(left, right) if sides == (out, width) else \
+        StackedLowRank(right, left)
 
 
 def single_factors(adapter: PeftAdapter, modules: Mapping[str, LowRank],

@@ -13,6 +13,8 @@ import torch
 import llmc
 from llmc.artifacts.manifest import read_manifest
 from llmc.compiler.check.diff import diff
+from llmc.compiler.expert_adapter import ExpertStack, stacked_factors
+from llmc.compiler.frontend.peft import ExpertFactors, PeftAdapter
 from llmc.compiler.graph.origin import Origin
 from llmc.compiler.graph.weights import Weight
 
@@ -231,6 +233,20 @@ def test_stacked_experts_are_merged(family, use_rslora, tmp_path):
     with pytest.raises(llmc.LlmcError, match=r"by matrices \[64, 7\] of 8 ranks in all; in the"):
         llmc.compile(hf, tmp_path / "wrong", adapter=write(
             tmp_path / "w", {}, tensors=given, r=2, target_parameters=lora.EXPERTS))
+
+
+def test_factors_of_transposed_experts_exchange_in_and_out(tmp_path):
+    """As PEFT makes them of Llama 4, whose parameters are [experts, in, out]."""
+    rng = np.random.default_rng(2)
+    down, up = rng.standard_normal((3 * 2, 12)), rng.standard_normal((8, 2 * 3))  # outputs 12
+    factors = ExpertFactors("m.experts", down, up, 4, {}, False)
+    adapter = PeftAdapter(tmp_path, {}, [factors], {}, {}, {}, frozenset(), False)
+    stacks = {"m.experts.gate_up_proj": ExpertStack(3, 12, 8, tuple(range(6)), tuple(range(6, 12))),
+              "m.experts.down_proj": ExpertStack(3, 8, 6, (), ())}
+    name, made = stacked_factors(adapter, factors, stacks)
+    assert name == "m.experts.gate_up_proj"
+    stored = 2 * np.einsum("ire,ero->eio", up.reshape(8, 2, 3), down.reshape(3, 2, 12))
+    np.testing.assert_allclose(np.einsum("reo,rei->eio", made.up, made.down), stored, rtol=1e-6)
 
 
 def test_adapters_of_other_experts_are_refused(tmp_path):
