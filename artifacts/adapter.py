@@ -32,8 +32,10 @@ MAX_RANK = 256
 _MAX_INFO_BYTES = 16 << 20
 _AGAIN = "compile the adapter again"
 
-# Matrices by layer: A [rows, in] and B [rows, out], float32; or for a layer whose adapters are in
-# slots [parts, rank, in] and [out, rank], in its dtype (bfloat16 as uint16).
+# Matrices by layer: A [rows, in] and B [rows, out], float32, of experts [rows, experts, in] and
+# [rows, experts, out]; or for a layer whose adapters are in slots [parts, rank, in] and
+# [out, rank], of experts [experts, rank, in] and [experts * out, rank], in its dtype (bfloat16 as
+# uint16).
 Matrices = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
@@ -150,13 +152,13 @@ def _read_matrices(path: Path, chip: Chip, info: AdapterInfo) -> Matrices:
         if layer is None or left is None or right is None:
             raise LlmcError(f"'{path}' has matrices of '{name}', which is no layer of chip "
                             f"{chip.rank} that takes adapters; {_AGAIN}")
-        rows = sum(info.ranks_of(layer))
+        leading = sum(info.ranks_of(layer)), *((layer.num_experts,) if layer.experts else ())
+        shapes = [(*leading, layer.in_features), (*leading, layer.out_features)]
         if (left.dtype, right.dtype) != ("float32", "float32") \
-                or left.shape != (rows, layer.in_features) \
-                or right.shape != (rows, layer.out_features):
+                or [tuple(left.shape), tuple(right.shape)] != shapes:
             raise LlmcError(f"'{path}' has matrices {list(left.shape)} and {list(right.shape)} of "
-                            f"'{name}', expected float32 [{rows}, {layer.in_features}] and "
-                            f"[{rows}, {layer.out_features}]; {_AGAIN}")
+                            f"'{name}', expected float32 {list(shapes[0])} and {list(shapes[1])}; "
+                            f"{_AGAIN}")
         pair = _finite(path, left, name), _finite(path, right, name)
         matrices[name] = pair if layer.dtype is None else \
             slot_matrices(layer, info.ranks_of(layer), *pair)
@@ -167,6 +169,11 @@ def slot_matrices(layer: LoraLayer, ranks: Sequence[int], left: np.ndarray,
                   right: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Convert a layer's A and B to those of a slot, in the layer's dtype."""
     rank = -(-max(ranks) // RANK_MULTIPLE) * RANK_MULTIPLE
+    if layer.experts:
+        more = (0, rank - len(left)), (0, 0), (0, 0)
+        down, up = np.pad(left, more).swapaxes(0, 1), np.pad(right, more).transpose(1, 2, 0)
+        return (_as_stored(np.ascontiguousarray(down), layer.dtype),
+                _as_stored(np.ascontiguousarray(up).reshape(-1, rank), layer.dtype))
     down = np.zeros((len(ranks), rank, layer.in_features), np.float32)
     up = np.zeros((layer.out_features, rank), np.float32)
     start = 0

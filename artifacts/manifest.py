@@ -378,6 +378,14 @@ class LoraLayer(_Frozen):
     max_lora_rank, in_features]`, `<name>.lora_up` `[max_loras, out_features, max_lora_rank]` and
     `<name>.lora_ranks` `[max_loras]`.
 
+    With `experts`, it is a stack of matrices of these experts of the module, and `rows` and
+    `columns` are those of each. The inputs are `<name>.lora_a` `[lora_rows_<group>, experts,
+    in_features]` and `<name>.lora_b` `[lora_rows_<group>, experts, out_features]`; or in slots,
+    with expert i as part i, `<name>.lora_down` `[experts, max_loras, max_lora_rank, in_features]`
+    and `<name>.lora_up` `[max_loras, experts * out_features, max_lora_rank]`. If `paired`, the
+    first half of `rows` are those of gates and the second half those of ups, which alternate in
+    the compiled matrices.
+
     If `scaled`, rows and columns of the compiled matrix are those of the modules times scales,
     which the weight file has as `<name>.lora_row_scale` `[out_features]` and
     `<name>.lora_column_scale` `[in_features]`, float32.
@@ -389,6 +397,8 @@ class LoraLayer(_Frozen):
     columns: Annotated[tuple[LayerRows, ...], Field(min_length=1)]
     dtype: Annotated[DTypeName | None, Field(exclude_if=_is_absent)] = None
     scaled: Annotated[bool, Field(exclude_if=_is_false)] = False
+    experts: Annotated[tuple[LayerRows, ...], Field(exclude_if=_is_empty)] = ()
+    paired: Annotated[bool, Field(exclude_if=_is_false)] = False
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -404,6 +414,11 @@ class LoraLayer(_Frozen):
         return sum(len(run.index) for run in self.rows)
 
     @property
+    def num_experts(self) -> int:
+        """Number of matrices; 0: it is no stack."""
+        return sum(len(run.index) for run in self.experts)
+
+    @property
     def scales(self) -> tuple[str, str]:
         """Names of the weights that have the scales of rows and of columns."""
         return f"{self.name}.lora_row_scale", f"{self.name}.lora_column_scale"
@@ -411,15 +426,17 @@ class LoraLayer(_Frozen):
     @property
     def inputs(self) -> dict[str, tuple[str, tuple[int | str, ...]]]:
         """Dtype and shape of each input, by name."""
+        stack = (self.num_experts,) if self.experts else ()
         if self.dtype is not None:
-            down = max(len(self.modules), 1), "max_loras", "max_lora_rank", self.in_features
-            return {f"{self.name}.lora_down": (self.dtype, down),
-                    f"{self.name}.lora_up": (
-                        self.dtype, ("max_loras", self.out_features, "max_lora_rank")),
+            parts = self.num_experts or max(len(self.modules), 1)
+            outputs = self.out_features * (self.num_experts or 1)
+            return {f"{self.name}.lora_down": (
+                        self.dtype, (parts, "max_loras", "max_lora_rank", self.in_features)),
+                    f"{self.name}.lora_up": (self.dtype, ("max_loras", outputs, "max_lora_rank")),
                     f"{self.name}.lora_ranks": ("int32", ("max_loras",))}
         rows = f"lora_rows_{self.group}"
-        return {f"{self.name}.lora_a": ("float32", (rows, self.in_features)),
-                f"{self.name}.lora_b": ("float32", (rows, self.out_features)),
+        return {f"{self.name}.lora_a": ("float32", (rows, *stack, self.in_features)),
+                f"{self.name}.lora_b": ("float32", (rows, *stack, self.out_features)),
                 f"lora_owner_{self.group}": ("int32", (rows,))}
 
 

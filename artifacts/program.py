@@ -49,6 +49,7 @@ from llmc.errors import LlmcError
 from llmc.plugins.add_embeds.op import OP as ADD_EMBEDS
 from llmc.plugins.attention.op import AXES
 from llmc.plugins.input_embeds.op import OP as INPUT_EMBEDS
+from llmc.plugins.lora import SLOT_INPUTS
 
 ALIGNMENT = 16  # bytes, of the offset of every value
 _MAX_BYTES = 32 << 20  # 128 layers take 1 MB
@@ -492,7 +493,7 @@ class Program(_Frozen):
         fields = op.complete(node.fields)
         exact = op.exact(fields)
         for name, tensor in given.items():
-            if name in ("lora_down", "lora_up", "lora_ranks"):
+            if name.endswith(SLOT_INPUTS):
                 fits = tensor.kind == "adapters" and tensor.dtype in ("int32", dtype)
             elif name in ("lora_part", "rotary_axes"):
                 fits = (tensor.kind, tensor.dtype) == ("weight", "int32")

@@ -14,6 +14,7 @@ from llmc.artifacts.manifest import (
     MANIFEST_NAME,
     TIED_TABLE,
     Chip,
+    LayerRows,
     LoraLayer,
     Manifest,
     hash_file,
@@ -21,6 +22,13 @@ from llmc.artifacts.manifest import (
 )
 from llmc.artifacts.weight_file import WEIGHTS_NAME, StoredWeight, read_weight_header
 from llmc.compiler.artifact import write_weights
+from llmc.compiler.expert_adapter import (
+    ExpertStack,
+    StackedLowRank,
+    expert_stacks,
+    single_factors,
+    stacked_factors,
+)
 from llmc.compiler.frontend.peft import (
     ExpertFactors,
     LowRank,
@@ -87,9 +95,6 @@ def _require_factors(adapter: PeftAdapter) -> None:
     if adapter.magnitudes:
         raise LlmcError(f"the adapter in '{adapter.directory}' uses DoRA, which scales the base's "
                         f"weights; {_MERGE}")
-    if adapter.experts:
-        raise LlmcError(f"the adapter in '{adapter.directory}' changes the experts "
-                        f"'{adapter.experts[0].module}', which requests cannot; {_MERGE}")
     replaced = next((name for name in adapter.saved if name not in adapter.copies), None)
     if replaced is not None:
         raise LlmcError(f"the adapter in '{adapter.directory}' replaces the parameter "
@@ -97,30 +102,44 @@ def _require_factors(adapter: PeftAdapter) -> None:
                         f"which requests cannot; {_MERGE}")
 
 
-def _pairs_of(adapter: PeftAdapter, manifest: Manifest, case_dir: Path) -> dict[str, LowRank]:
+def _pairs_of(adapter: PeftAdapter, manifest: Manifest,
+              case_dir: Path) -> dict[str, LowRank | StackedLowRank]:
     """Return the adapter's factors by the base's module names.
 
     Raises:
         LlmcError: the base has no such layer, or one of another shape.
     """
     layers = [layer for chip in manifest.chips for layer in chip.lora]
-    sizes = _module_sizes(layers)
-    pairs = {}
-    for name, pair in {**adapter.modules, **adapter.embeddings}.items():
+    sizes = _module_sizes(layer for layer in layers if not layer.experts)
+    stacks = expert_stacks(layers)
+    given, pairs = {**adapter.modules, **adapter.embeddings}, dict[str, LowRank | StackedLowRank]()
+    for factors in adapter.experts:
+        if find_module(factors.module, list(sizes)) is not None:  # a matrix, such as a router's
+            up, down = factors.stacks(1, "weight")
+            given[factors.module] = LowRank(down[0], up[0])
+        else:
+            name, stack = stacked_factors(adapter, factors, stacks)
+            pairs[name] = stack
+    unknown = {}
+    for name, pair in given.items():
         module = find_module(name, list(sizes))
         if module is None and name in adapter.embeddings and TIED_TABLE in sizes:
             module = TIED_TABLE
         if module is None:
-            raise LlmcError(f"the adapter in '{adapter.directory}' changes '{name}', which is no "
-                            f"layer of '{case_dir}' that takes adapters; give the adapter's own "
-                            f"base, or {_MERGE}")
+            unknown[name] = pair
+            continue
         tall, wide = pair.up.shape[0], pair.down.shape[1]
         if (tall, wide) != sizes[module]:
             raise LlmcError(f"the adapter in '{adapter.directory}' changes '{name}' as a matrix "
                             f"[{tall}, {wide}], in '{case_dir}' it is {list(sizes[module])}; give "
                             f"the adapter's own base")
         pairs[module] = pair
-    return pairs
+    singles, others = single_factors(adapter, unknown, stacks)
+    if others:
+        raise LlmcError(f"the adapter in '{adapter.directory}' changes '{others[0]}', which is no "
+                        f"layer of '{case_dir}' that takes adapters; give the adapter's own base, "
+                        f"or {_MERGE}")
+    return {**pairs, **singles}
 
 
 def _module_sizes(layers: Iterable[LoraLayer]) -> dict[str, tuple[int, int]]:
@@ -135,7 +154,8 @@ def _module_sizes(layers: Iterable[LoraLayer]) -> dict[str, tuple[int, int]]:
     return sizes
 
 
-def _chip_weights(chip: Chip, pairs: Mapping[str, LowRank], case_dir: Path) -> dict[str, Weight]:
+def _chip_weights(chip: Chip, pairs: Mapping[str, LowRank | StackedLowRank],
+                  case_dir: Path) -> dict[str, Weight]:
     """Return the matrices of a chip's layers by input name.
 
     Raises:
@@ -166,10 +186,20 @@ def _read_scale(path: Path, name: str, stored: StoredWeight | None, count: int) 
     return np.fromfile(path, np.float32, count, offset=stored.start)
 
 
-def _matrices(layer: LoraLayer, modules: Sequence[str], pairs: Mapping[str, LowRank]) -> \
-        tuple[np.ndarray, np.ndarray]:
-    """Stack the factors of a layer's modules: A [rows, in], and B [rows, out], block by block."""
-    columns = np.concatenate([np.array(run.index) for run in layer.columns])
+def _matrices(layer: LoraLayer, modules: Sequence[str],
+              pairs: Mapping[str, LowRank | StackedLowRank]) -> tuple[np.ndarray, np.ndarray]:
+    """Stack the factors of a layer's modules: A [rows, in], and B [rows, out], block by block.
+
+    Those of experts are [rows, experts, in] and [rows, experts, out].
+    """
+    columns = _indices(layer.columns)
+    if layer.experts:
+        pair, experts, rows = pairs[modules[0]], _indices(layer.experts), _indices(layer.rows)
+        if layer.paired:
+            rows = rows.reshape(2, -1).T.reshape(-1)
+        left, right = (np.ascontiguousarray(own[:, experts][:, :, index]) for own, index in (
+            (pair.down, columns), (pair.up, rows)))
+        return left, right
     left = np.concatenate([pairs[module].down[:, columns] for module in modules])
     right = np.zeros((len(left), layer.out_features), np.float32)
     starts = dict(zip(modules, np.cumsum([0, *(pairs[module].down.shape[0]
@@ -182,6 +212,10 @@ def _matrices(layer: LoraLayer, modules: Sequence[str], pairs: Mapping[str, LowR
             right[start:start + up.shape[1], column:column + count] = up[np.array(run.index)].T
         column += count
     return np.ascontiguousarray(left), right
+
+
+def _indices(runs: Sequence[LayerRows]) -> np.ndarray:
+    return np.concatenate([np.array(run.index) for run in runs])
 
 
 def merge_adapter(raw: RawModel, adapter: PeftAdapter) -> None:
@@ -215,16 +249,31 @@ def merge_adapter(raw: RawModel, adapter: PeftAdapter) -> None:
 
     for name, weight in adapter.saved.items():
         put(change(name), weight.cast(np.float32), name)
+    modules, values = dict(adapter.modules), {
+        name: own[0]._values for name, own in tensors.items()}
     for factors in adapter.experts:
-        name, up, down = _expert_parameter(adapter, factors, {
-            name: own[0]._values for name, own in tensors.items()})
+        matrix = find_module(f"{factors.module}.weight", list(tensors))
+        if matrix is not None and len(values[matrix].shape) == 2:  # such as a router's
+            up, down = factors.stacks(1, "weight")
+            modules[factors.module] = LowRank(down[0], up[0])
+            continue
+        name, up, down = _expert_parameter(adapter, factors, values)
         put(tensors[name], tensors[name][0]._values.plus_product(
             Weight.of(up, name), Weight.of(down, name)), name)
+    unknown = {module: pair for module, pair in modules.items()
+               if find_module(f"{module}.weight", list(tensors)) is None}
+    singles, others = single_factors(adapter, unknown, _stacks_of(values))
+    for name, stack in singles.items():
+        put(tensors[name], tensors[name][0]._values.plus_product(
+            Weight.of(np.ascontiguousarray(stack.up.transpose(1, 2, 0)), name),
+            Weight.of(np.ascontiguousarray(stack.down.swapaxes(0, 1)), name)), name)
+    modules = {module: pair for module, pair in modules.items()
+               if module not in unknown or module in others}
     for module, pair in adapter.embeddings.items():
         constants = change(f"{module}.weight")
         put(constants, _plus(adapter, module, constants[0]._values,
                              LowRank(pair.up.T, pair.down.T)), module)
-    for module, pair in adapter.modules.items():
+    for module, pair in modules.items():
         constants = change(f"{module}.weight")
         base, turned = constants[0]._values, _is_turned(adapter, pair, constants[0]._values)
         merged = _plus(adapter, module, base,
@@ -259,10 +308,23 @@ def _expert_parameter(adapter: PeftAdapter, factors: ExpertFactors,
                         f"in the model its stacks are "
                         f"{', '.join(str(list(shape)) for shape in stacks.values()) or 'missing'}; "
                         f"give the adapter's own base model, or merge it with PEFT")
-    up, down = factors.stacks(stacks[found[0]][0])
+    up, down = factors.stacks(stacks[found[0]][0], found[0].rpartition(".")[2])
     if turned:
         up, down = (np.ascontiguousarray(own.transpose(0, 2, 1)) for own in (down, up))
     return found[0], up, down
+
+
+def _stacks_of(tensors: Mapping[str, Weight]) -> dict[str, ExpertStack]:
+    """The stacks of a model's experts that are stored as [experts, out, in], ups below gates."""
+    shapes = {name: weight.shape for name, weight in tensors.items() if len(weight.shape) == 3}
+    found = {}
+    for name, (count, out, width) in shapes.items():
+        parent, _, leaf = name.rpartition(".")
+        if not _are_turned(shapes, f"{parent}."):
+            gated = leaf == "gate_up_proj"
+            found[name] = ExpertStack(count, out, width, tuple(range(out // 2)) if gated else (),
+                                      tuple(range(out // 2, out)) if gated else ())
+    return found
 
 
 def _are_turned(stacks: Mapping[str, tuple[int, ...]], prefix: str) -> bool:

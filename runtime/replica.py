@@ -107,7 +107,7 @@ def step_bytes(manifest: Manifest, config: EngineConfig) -> int:
 def adapter_bytes(manifest: Manifest, config: EngineConfig) -> int:
     """Bytes of all slots of adapters, on all chips of a CPU together."""
     return sum(4 * config.max_loras * config.max_lora_rank * len(layer.modules)
-               * (layer.in_features + layer.out_features)
+               * (layer.num_experts or 1) * (layer.in_features + layer.out_features)
                for chip in manifest.chips for layer in chip.lora)
 
 

@@ -88,6 +88,65 @@ def adapt_ends(model, directory):
     return adapted
 
 
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]  # stacked parameters
+
+
+def adapt_experts(model, layers, *, rank=2, alpha=8, use_rslora=False, seed=8, spread=0.2):
+    """Tensors as PEFT saves them of stacked parameters, of random factors; and the changed model.
+
+    PEFT's ParamWrapper adds an einsum of both factors. Those of a nested wrapper, of the first
+    parameter, are named X.base_layer. Experts may be stored as [experts, in, out].
+
+    Args:
+        model: the base.
+        layers: numbers of layers.
+        rank, alpha, use_rslora: of the adapter's config.
+        seed, spread: of the factors.
+    """
+    rng, tensors, adapted = np.random.default_rng(seed), {}, copy.deepcopy(model)
+    scale = alpha / (rank**0.5 if use_rslora else rank)
+    for module in (f"model.layers.{layer}.mlp.experts" for layer in layers):
+        turned = getattr(adapted.get_submodule(module), "is_transposed", False)
+        for name, wrapped in (("gate_up_proj", f"{module}.base_layer"), ("down_proj", module)):
+            parameter = adapted.get_parameter(f"{module}.{name}")
+            count, out, width = parameter.shape
+            out, width = (width, out) if turned else (out, width)
+            down, up = ((spread * rng.standard_normal(shape)).astype(np.float32)
+                        for shape in ((rank * count, width), (out, rank * count)))
+            tensors |= {f"{PREFIX}{wrapped}.lora_A.weight": down,
+                        f"{PREFIX}{wrapped}.lora_B.weight": up}
+            delta = scale * torch.einsum(
+                "ore,eri->eoi", torch.from_numpy(up).reshape(out, rank, count),
+                torch.from_numpy(down).reshape(count, rank, width))
+            with torch.no_grad():
+                parameter += delta.transpose(1, 2) if turned else delta
+    return tensors, adapted
+
+
+def adapt_single_experts(model, modules, *, seed=9, scale=2.0, spread=0.2):
+    """The same of linear layers of single experts, as checkpoints had before transformers 5.
+
+    Args:
+        model: the base, with stacked experts.
+        modules: by a name in the adapter, the layer, the expert, the matrix (gate_proj, up_proj or
+            down_proj) and the rank.
+        seed, scale, spread: of the factors.
+    """
+    rng, factors, adapted = np.random.default_rng(seed), {}, copy.deepcopy(model)
+    for name, (layer, expert, kind, rank) in modules.items():
+        experts = adapted.get_submodule(f"model.layers.{layer}.mlp.experts")
+        inner = experts.down_proj.shape[2]
+        matrix = {"gate_proj": experts.gate_up_proj[expert, :inner],
+                  "up_proj": experts.gate_up_proj[expert, inner:],
+                  "down_proj": experts.down_proj[expert]}[kind]
+        down, up = ((spread * rng.standard_normal(shape)).astype(np.float32)
+                    for shape in ((rank, matrix.shape[1]), (matrix.shape[0], rank)))
+        factors[name] = down, up
+        with torch.no_grad():
+            matrix += scale * torch.from_numpy(up @ down)
+    return tensors_of(factors), adapted
+
+
 def logits_of(model, ids):
     with torch.no_grad():
         return model(torch.tensor([list(ids)])).logits[0].numpy()

@@ -54,6 +54,7 @@ class ExpertFactors:
         down: float32 [num_experts * rank, in], expert by expert.
         up: float32 [out, rank * num_experts], of each rank all experts.
         alpha: lora_alpha.
+        alpha_pattern: other values by names of parameters.
         rs: whether the scale is alpha / √rank, not alpha / rank.
     """
 
@@ -61,14 +62,21 @@ class ExpertFactors:
     down: np.ndarray
     up: np.ndarray
     alpha: float
+    alpha_pattern: Mapping[str, float]
     rs: bool
 
-    def stacks(self, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
-        """Scaled factors float32 [experts, out, rank] and [experts, rank, in]."""
+    def stacks(self, num_experts: int, parameter: str) -> tuple[np.ndarray, np.ndarray]:
+        """Scaled factors float32 [experts, out, rank] and [experts, rank, in].
+
+        Args:
+            num_experts: number of matrices.
+            parameter: last part of the parameter's name.
+        """
         down = self.down.reshape(num_experts, -1, self.down.shape[1])
         rank = down.shape[1]
         up = self.up.reshape(len(self.up), rank, num_experts).transpose(2, 0, 1)
-        scale = self.alpha / (math.sqrt(rank) if self.rs else rank)
+        alpha = _of_pattern(self.alpha_pattern, f"{self.module}.{parameter}", self.alpha)
+        scale = alpha / (math.sqrt(rank) if self.rs else rank)
         return np.ascontiguousarray(up * np.float32(scale)), down
 
 
@@ -176,6 +184,12 @@ def _read_config(directory: Path) -> dict[str, Any]:
                 isinstance(value, int | float) for value in given.values()):
             raise LlmcError(f"'{path}' has {name} {shown(given)}, expected names with numbers; "
                             f"correct it")
+        for pattern in given:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise LlmcError(f"'{path}' has a pattern that is no regular expression ({error}); "
+                                f"correct it") from error
     return config
 
 
@@ -183,7 +197,8 @@ def _take_experts(path: Path, factors: dict[str, dict[str, np.ndarray]],
                   config: Mapping[str, Any]) -> list[ExpertFactors]:
     """Remove the factors of stacked experts from those of linear layers, and return them.
 
-    PEFT wraps the module once for each parameter: X, X.base_layer and so on.
+    PEFT wraps the module once for each parameter: X, X.base_layer and so on. A parameter may be a
+    single matrix, too, such as a router's.
     """
     targets = config.get("target_parameters") or []
     if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
@@ -201,11 +216,8 @@ def _take_experts(path: Path, factors: dict[str, dict[str, np.ndarray]],
                 or len(down) != up.shape[1]:
             raise LlmcError(f"'{path}' has no matching lora_A and lora_B of '{wrapped}'; save the "
                             f"adapter again")
-        if config.get("alpha_pattern") or config.get("rank_pattern"):
-            raise LlmcError(f"'{path.with_name(CONFIG)}' has target_parameters with alpha_pattern "
-                            f"or rank_pattern, which llmc does not support together; merge the "
-                            f"adapter with PEFT")
         found.append(ExpertFactors(module, down, up, config["lora_alpha"],
+                                   config.get("alpha_pattern") or {},
                                    bool(config.get("use_rslora"))))
     return found
 
@@ -241,19 +253,15 @@ def _pair(path: Path, module: str, parts: Mapping[str, np.ndarray],
     if not 1 <= rank <= MAX_RANK:
         raise LlmcError(f"'{path}' has rank {rank} for '{module}', expected 1 to {MAX_RANK}; train "
                         f"the adapter with a smaller rank, or merge it into its base model")
-    alpha = _of_pattern(path, config.get("alpha_pattern") or {}, module, config["lora_alpha"])
+    alpha = _of_pattern(config.get("alpha_pattern") or {}, module, config["lora_alpha"])
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return LowRank(down, (up * np.float32(scale)).astype(np.float32))
 
 
-def _of_pattern(path: Path, pattern: Mapping[str, float], module: str, default: float) -> float:
-    """Return a module's value of a PEFT pattern, whose keys match the ends of module names."""
-    try:
-        return next((value for key, value in pattern.items()
-                     if re.fullmatch(rf"(.*\.)?({key})", module)), default)
-    except re.error as error:
-        raise LlmcError(f"'{path.with_name(CONFIG)}' has a pattern that is no regular expression "
-                        f"({error}); correct it") from error
+def _of_pattern(pattern: Mapping[str, float], name: str, default: float) -> float:
+    """Return the value of a PEFT pattern for a module or parameter; keys match ends of names."""
+    return next((value for key, value in pattern.items()
+                 if re.fullmatch(rf"(.*\.)?({key})", name)), default)
 
 
 def find_module(name: str, known: Sequence[str]) -> str | None:

@@ -101,6 +101,36 @@ class Origin:
                       first.column_scale)
 
 
+@dataclass(frozen=True)
+class StackOrigin:
+    """The origin of a stack of matrices [num_experts, out, in], or of their transposes.
+
+    Args:
+        experts: int32 [num_experts], the index of each matrix in the parameter's stack.
+        matrix: the origin of every matrix, without scales; its one name is the parameter's.
+    """
+
+    experts: np.ndarray
+    matrix: Origin
+
+    @staticmethod
+    def of(name: str, shape: Sequence[int]) -> StackOrigin:
+        """The origin of a whole parameter."""
+        return StackOrigin(np.arange(shape[0], dtype=np.int32), Origin.of(name, shape[1:]))
+
+    def transpose(self) -> StackOrigin | None:
+        """The origin of the transposes."""
+        matrix = self.matrix.transpose()
+        return None if matrix is None else replace(self, matrix=matrix)
+
+    def take(self, index: np.ndarray, axis: int) -> StackOrigin:
+        """The origin of slices `index` of an axis."""
+        if axis == 0:
+            return replace(self, experts=self.experts[index])
+        return replace(self, matrix=self.matrix.take_rows(index) if axis == 1 else
+                       self.matrix.take_columns(index))
+
+
 def _whole(scale: np.ndarray | None, index: np.ndarray) -> np.ndarray:
     """The scales of an index; absent ones are 1."""
     return np.ones(len(index), np.float32) if scale is None else scale

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx_graphsurgeon.ir.tensor import LazyValues
 
-from llmc.compiler.graph.origin import Origin
+from llmc.compiler.graph.origin import Origin, StackOrigin
 from llmc.errors import LlmcError
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class Weight(LazyValues):
             quantization.
         origin: the parameters that its rows and columns belong to; None: unknown, or their values
             were changed.
+        stack_origin: the same for the matrices of a stack.
     """
 
     def __init__(self, shape: Sequence[int], dtype: np.dtype | type,
@@ -57,6 +58,7 @@ class Weight(LazyValues):
         self.divided = False
         self.unrounded: Stored | None = None
         self.origin: Origin | None = None
+        self.stack_origin: StackOrigin | None = None
         self._rows = rows
         self._transposed: Weight | None = None
         self._padded: dict[int, Weight] = {}
@@ -64,11 +66,12 @@ class Weight(LazyValues):
 
     def _derived(self, shape: Sequence[int], dtype: np.dtype | type,
                  rows: Callable[[int, int], np.ndarray], stored: Stored | None = None,
-                 origin: Origin | None = None) -> Weight:
+                 origin: Origin | None = None,
+                 stack_origin: StackOrigin | None = None) -> Weight:
         """A weight computed from this one."""
         result = Weight(shape, dtype, rows, self.name, stored)
         result._inherit([self])
-        result.origin = origin
+        result.origin, result.stack_origin = origin, stack_origin
         return result
 
     def _inherit(self, sources: Sequence[Weight]) -> None:
@@ -81,19 +84,23 @@ class Weight(LazyValues):
                                    for form in (source.stored, source.unrounded)
                                    if form is not None and form.activation_dtype), None)
 
-    def set_origin(self, origin: Origin) -> None:
+    def set_origin(self, origin: Origin | StackOrigin) -> None:
         """Set the origin, which weights computed from this one before do not have."""
-        self.origin = origin
+        if isinstance(origin, StackOrigin):
+            self.stack_origin = origin
+        else:
+            self.origin = origin
         self._transposed, self._padded, self._cast = None, {}, {}
 
     def without_form(self) -> Weight:
         """The same values without the storage format."""
-        return self._derived(self.shape, self.dtype, self._rows, origin=self.origin)
+        return self._derived(self.shape, self.dtype, self._rows, origin=self.origin,
+                             stack_origin=self.stack_origin)
 
     def as_unquantized(self) -> Weight:
         """The same values without any record of quantization."""
         result = Weight(self.shape, self.dtype, self._rows, self.name)
-        result.origin = self.origin
+        result.origin, result.stack_origin = self.origin, self.stack_origin
         return result
 
     @property
@@ -185,7 +192,8 @@ class Weight(LazyValues):
             count, height, width = self.shape
             self._transposed = self._derived(
                 (count, width, height), self.dtype,
-                lambda start, stop: self.rows(start, stop).swapaxes(1, 2))
+                lambda start, stop: self.rows(start, stop).swapaxes(1, 2),
+                stack_origin=self.stack_origin and self.stack_origin.transpose())
             self._transposed._transposed = self
         assert len(self.shape) in (2, 3)
         if self._transposed is None:
@@ -247,7 +255,8 @@ class Weight(LazyValues):
         stored_rows = _rows_of(index, self.shape[1]) if len(self.shape) == 3 else index
         return self._derived((len(index), *self.shape[1:]), self.dtype, rows,
                              self.stored and self.stored.take_rows(stored_rows),
-                             self.origin and self.origin.take_rows(index))
+                             self.origin and self.origin.take_rows(index),
+                             self.stack_origin and self.stack_origin.take(index, 0))
 
     def take_columns(self, index: Sequence[int] | np.ndarray) -> Weight:
         """Columns `index` of a matrix, in that order; whole groups keep the storage format."""
@@ -275,7 +284,9 @@ class Weight(LazyValues):
             stored = stored.take_rows((starts + index).reshape(-1)) if axis == 1 else \
                 stored.take_columns(index)
         return self._derived(shape, self.dtype,
-                             lambda start, stop: self.rows(start, stop).take(index, axis), stored)
+                             lambda start, stop: self.rows(start, stop).take(index, axis), stored,
+                             stack_origin=self.stack_origin and
+                             self.stack_origin.take(index, axis))
 
     def pad_rows(self, count: int) -> Weight:
         """The weight padded with zero rows to `count` rows; cached."""
@@ -354,7 +365,7 @@ class Weight(LazyValues):
         if dtype not in self._cast:
             self._cast[dtype] = self._derived(
                 self.shape, dtype, lambda start, stop: self.rows(start, stop).astype(dtype),
-                self.stored, self.origin)
+                self.stored, self.origin, self.stack_origin)
         return self._cast[dtype]
 
     @staticmethod

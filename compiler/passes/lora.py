@@ -8,7 +8,8 @@ Or for a target whose kernels take adapters in slots (see llmc.plugins.lora):
 Result:  GemmBiasAct(x, W, bias, lora_ids, lora_down, lora_up, lora_ranks, lora_part), the last one
          a constant
 
-An Embedding takes adapters, too: as a linear layer of one-hot vectors.
+An Embedding takes adapters, too: as a linear layer of one-hot vectors. Experts take those of both
+of their stacks of matrices.
 
 Only with `--enable_lora`; otherwise the graph stays as it is. The pass runs after partition, when a
 weight has its final rows and columns, and before quantization, which changes its values. A layer
@@ -17,7 +18,7 @@ whose weight is computed from the checkpoint's, not made of its rows and columns
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import cast
 
@@ -25,12 +26,13 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.artifacts.manifest import TIED_TABLE, DTypeName, LayerRows, LoraLayer
-from llmc.compiler.graph.origin import Origin
+from llmc.compiler.graph.origin import Origin, StackOrigin
 from llmc.compiler.graph.rewrite import (
     NoMatch,
     Report,
     Settings,
     arranged,
+    fields_of,
     graph_input,
     is_op,
     op_of,
@@ -41,6 +43,8 @@ from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.norm_gemm import NORMED
 from llmc.errors import LlmcError
 from llmc.plugins.embedding.op import OP as EMBEDDING
+from llmc.plugins.experts.op import OP as EXPERTS
+from llmc.plugins.experts.op import STACKS
 from llmc.plugins.lora import NORM_INPUTS
 
 _WEIGHT = ".weight"
@@ -53,20 +57,46 @@ class LoraInput(gs.Variable):
     Attributes:
         layer: name of the layer.
         group: number of its group; see `LoraLayer`.
-        origin: of its weight.
+        origin: of its weight, or of each matrix of a stack.
         parts: int32 [out], the index of each output's module among those of the layer.
+        experts: int32 [num_experts], the index of each matrix of a stack in its module; empty: it
+            is no stack.
+        paired: whether gates and ups alternate in a stack's rows.
     """
 
-    def __init__(self, layer: str, group: int, origin: Origin, *, slots: bool) -> None:
+    def __init__(self, layer: str, group: int, origin: Origin, *, slots: bool,
+                 experts: np.ndarray | None = None, paired: bool = False) -> None:
         modules = list(dict.fromkeys(source for source in origin.source.tolist() if source >= 0))
         self.parts = np.array([modules.index(source) if source >= 0 else 0
                                for source in origin.source.tolist()], np.int32)
+        self.experts = np.empty(0, np.int32) if experts is None else experts
+        self.paired = paired
         width = len(origin.column)
-        shape: tuple[int | str, ...] = _rows(group), width
+        shape: tuple[int | str, ...] = _rows(group), *self._stack, width
         if slots:
-            shape = max(len(modules), 1), "max_loras", "max_lora_rank", width
+            shape = len(self.experts) or max(len(modules), 1), "max_loras", "max_lora_rank", width
         super().__init__(f"{layer}.{'lora_down' if slots else 'lora_a'}", np.float32, shape)
         self.layer, self.group, self.origin, self.slots = layer, group, origin, slots
+
+    @property
+    def _stack(self) -> tuple[int, ...]:
+        """The number of a stack's matrices."""
+        return (len(self.experts),) if len(self.experts) else ()
+
+    def others(self) -> dict[str, gs.Tensor]:
+        """The other inputs of the layer, without the slots of its rows."""
+        height = len(self.origin.row)
+        if not self.slots:
+            rows = _rows(self.group)
+            return {"lora_b": gs.Variable(f"{self.layer}.lora_b", np.float32,
+                                          (rows, *self._stack, height))}
+        height *= len(self.experts) or 1
+        own = {"lora_up": gs.Variable(f"{self.layer}.lora_up", np.float32,
+                                      ("max_loras", height, "max_lora_rank")),
+               "lora_ranks": gs.Variable(f"{self.layer}.lora_ranks", np.int32, ("max_loras",))}
+        if len(self.experts) or self.shape[0] == 1:
+            return own
+        return {**own, "lora_part": gs.Constant(f"{self.layer}.lora_part", Weight.of(self.parts))}
 
 
 def lora(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
@@ -87,6 +117,8 @@ def lora(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None
                      and not is_op(node, EMBEDDING)}
     for node in graph.nodes:
         op = op_of(node)
+        if is_op(node, EXPERTS):
+            _adapt_experts(graph, node, known, groups, report, slots=slots)
         if op is None or "lora_a" not in op.input_names:
             continue
         given = operands(node)
@@ -106,17 +138,45 @@ def lora(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None
                                         "it takes no adapters", weight))
             continue
         if layer not in known:
-            first = LoraInput(layer, _group(origin, groups), origin, slots=slots)
-            known[layer] = _in_slots(first) if slots else _in_rows(graph, first)
-            _add_inputs(graph, known[layer])
-        rows = given["x"].shape[0]
-        node.inputs = arranged(op, {
-            **given, **known[layer], "lora_ids": graph_input(
-                graph, "lora_logits_ids" if rows == "num_logits" else "lora_ids", (rows,))})
+            known[layer] = _inputs(graph, LoraInput(layer, _group(origin, groups), origin,
+                                                    slots=slots))
+        node.inputs = arranged(op, {**given, **known[layer], "lora_ids": _row_slots(graph, node)})
         report.count("layers")
     if not known:
         raise LlmcError(f"enable_lora is given, but no linear layer of '{settings.model}' can take "
                         f"adapters; leave it out, or merge one with --adapter")
+
+
+def _row_slots(graph: gs.Graph, node: gs.Node) -> gs.Tensor:
+    """The graph input with the slot of each row's adapter."""
+    rows = operands(node)["x"].shape[0]
+    return graph_input(graph, "lora_logits_ids" if rows == "num_logits" else "lora_ids", (rows,))
+
+
+def _adapt_experts(graph: gs.Graph, node: gs.Node, known: dict[str, dict[str, gs.Tensor]],
+                   groups: dict[tuple[str, ...], int], report: Report, *, slots: bool) -> None:
+    """Give Experts the inputs of adapters of both stacks, if these are parameters' matrices."""
+    op, given = op_of(node), operands(node)
+    assert op is not None
+    unknown = next((given[stack] for stack in STACKS
+                    if values_of(given[stack]).stack_origin is None), None)
+    if unknown is not None:
+        report.refuse(node, NoMatch("its weight is not matrices of one parameter, so it takes no "
+                                    "adapters", unknown))
+        return
+    more: dict[str, gs.Tensor] = {}
+    for stack in STACKS:
+        origin = values_of(given[stack]).stack_origin
+        assert origin is not None
+        layer = given[stack].name.removesuffix(_WEIGHT)
+        if layer not in known:
+            known[layer] = _inputs(graph, LoraInput(
+                layer, _group(origin.matrix, groups, of_experts=True), origin.matrix, slots=slots,
+                experts=origin.experts,
+                paired=stack == STACKS[0] and bool(fields_of(node)["gated"])))
+        more |= {f"{stack}_{name}": tensor for name, tensor in known[layer].items()}
+    node.inputs = arranged(op, {**given, **more, "lora_ids": _row_slots(graph, node)})
+    report.count("experts")
 
 
 def _adapt_table(graph: gs.Graph, node: gs.Node, known: dict[str, dict[str, gs.Tensor]],
@@ -134,9 +194,7 @@ def _adapt_table(graph: gs.Graph, node: gs.Node, known: dict[str, dict[str, gs.T
     if id(table) in tied:  # it may have the head's name
         origin = replace(origin, names=(f"{TIED_TABLE}{_WEIGHT}",))
     layer = origin.names[0].removesuffix(_WEIGHT)
-    first = LoraInput(layer, _group(origin, groups), origin, slots=slots)
-    known[layer] = _in_slots(first) if slots else _in_rows(graph, first)
-    _add_inputs(graph, known[layer])
+    known[layer] = _inputs(graph, LoraInput(layer, _group(origin, groups), origin, slots=slots))
     op = op_of(node)
     assert op is not None
     node.inputs = arranged(op, {**given, **known[layer], "lora_ids": graph_input(
@@ -154,46 +212,42 @@ def _turned(origin: Origin) -> Origin | None:
                    row=np.where(origin.source < 0, 0, origin.row)).transpose()
 
 
-def _group(origin: Origin, groups: dict[tuple[str, ...], int]) -> int:
+def _group(origin: Origin, groups: dict[tuple[str, ...], int], *, of_experts: bool = False) -> int:
     """The number of the group of layers with modules of these names, which may be new."""
     kinds = tuple(name.removesuffix(_WEIGHT).rpartition(".")[2] for name in origin.names)
-    return groups.setdefault(kinds, len(groups))
+    return groups.setdefault((*kinds, "experts") if of_experts else kinds, len(groups))
 
 
-def _add_inputs(graph: gs.Graph, tensors: Mapping[str, gs.Tensor]) -> None:
+def _inputs(graph: gs.Graph, first: LoraInput) -> dict[str, gs.Tensor]:
+    """The inputs of a new layer, which become the graph's."""
+    rows = _rows(first.group)
+    tensors = {"lora_down" if first.slots else "lora_a": first, **first.others()}
+    if not first.slots:
+        tensors["lora_owner"] = graph_input(graph, f"lora_owner_{first.group}", (rows,))
     graph.inputs.extend(tensor for tensor in tensors.values() if isinstance(tensor, gs.Variable)
                         and all(tensor is not given for given in graph.inputs))
-
-
-def _in_rows(graph: gs.Graph, left: LoraInput) -> dict[str, gs.Tensor]:
-    """The inputs of a layer whose adapters are concatenated rows."""
-    rows = _rows(left.group)
-    return {"lora_a": left, "lora_b": gs.Variable(f"{left.layer}.lora_b", np.float32,
-                                                  (rows, len(left.origin.row))),
-            "lora_owner": graph_input(graph, f"lora_owner_{left.group}", (rows,))}
-
-
-def _in_slots(down: LoraInput) -> dict[str, gs.Tensor]:
-    """The inputs of a layer whose adapters are in slots."""
-    up = gs.Variable(f"{down.layer}.lora_up", np.float32,
-                     ("max_loras", len(down.origin.row), "max_lora_rank"))
-    ranks = gs.Variable(f"{down.layer}.lora_ranks", np.int32, ("max_loras",))
-    part = {"lora_part": gs.Constant(f"{down.layer}.lora_part", Weight.of(down.parts))} \
-        if down.shape[0] > 1 else {}
-    return {"lora_down": down, "lora_up": up, "lora_ranks": ranks, **part}
+    return tensors
 
 
 def describe_lora(graph: gs.Graph) -> tuple[LoraLayer, ...]:
     """Return the manifest's entries of the layers that take adapters."""
     return tuple(LoraLayer(
-        name=tensor.layer, group=tensor.group,
-        rows=_runs(tensor.origin.row, [
-            "" if source < 0 else tensor.origin.names[source].removesuffix(_WEIGHT)
-            for source in tensor.origin.source.tolist()]),
-        columns=_runs(tensor.origin.column, [""] * len(tensor.origin.column)),
+        name=tensor.layer, group=tensor.group, rows=_rows_of(tensor),
+        columns=_unnamed_runs(tensor.origin.column),
         dtype=cast(DTypeName, np.dtype(tensor.dtype).name) if tensor.slots else None,
-        scaled=tensor.origin.is_scaled)
+        scaled=tensor.origin.is_scaled, experts=_unnamed_runs(tensor.experts),
+        paired=tensor.paired)
         for tensor in graph.inputs if isinstance(tensor, LoraInput))
+
+
+def _rows_of(tensor: LoraInput) -> tuple[LayerRows, ...]:
+    """The modules' rows of a layer; those of gates precede those of ups."""
+    origin, order = tensor.origin, np.arange(len(tensor.origin.row))
+    if tensor.paired:
+        order = order.reshape(-1, 2).T.reshape(-1)
+    return _runs(origin.row[order], [
+        "" if source < 0 else origin.names[source].removesuffix(_WEIGHT)
+        for source in origin.source[order].tolist()])
 
 
 def lora_scales(graph: gs.Graph) -> dict[str, Weight]:
@@ -206,6 +260,10 @@ def lora_scales(graph: gs.Graph) -> dict[str, Weight]:
 
 def _rows(group: int) -> str:
     return f"lora_rows_{group}"
+
+
+def _unnamed_runs(index: np.ndarray) -> tuple[LayerRows, ...]:
+    return _runs(index, [""] * len(index))
 
 
 def _runs(index: np.ndarray, modules: Sequence[str]) -> tuple[LayerRows, ...]:
@@ -230,5 +288,9 @@ def name_origins(graph: gs.Graph) -> None:
     """Record each exported matrix as the origin of what the passes make of it."""
     for tensor in graph.tensors().values():
         values = tensor._values if isinstance(tensor, gs.Constant) else None
-        if isinstance(values, Weight) and len(values.shape) == 2:
+        if not isinstance(values, Weight):
+            continue
+        if len(values.shape) == 2:
             values.set_origin(Origin.of(tensor.name, values.shape))
+        if len(values.shape) == 3:
+            values.set_origin(StackOrigin.of(tensor.name, values.shape))

@@ -168,8 +168,8 @@ void Engine::find_adapters() {
     std::vector<int> own;
     for (int number : node.inputs)
       if (number >= 0 && program_.tensors()[number].kind == Kind::kAdapters) own.push_back(number);
-    if (own.size() == 3 && known.insert(own[0]).second)
-      adapter_layers_.push_back({own[0], own[1], own[2]});
+    for (size_t i = 0; i + 2 < own.size(); i += 3)
+      if (known.insert(own[i]).second) adapter_layers_.push_back({own[i], own[i + 1], own[i + 2]});
   }
   if (adapter_layers_.empty()) return;
   std::sort(adapter_layers_.begin(), adapter_layers_.end(),

@@ -69,9 +69,13 @@ bool is_of_draft(const std::string& input) {
 // The name of an image encoder's input without its number.
 std::string role_of(const std::string& array) { return array.substr(0, array.find('.')); }
 
-// Whether the port takes what Program::add_adapters() declares.
+// Whether the port takes what Program::add_adapters() declares. Names of an op with several
+// layers' begin with the layer's.
 bool takes_adapters(const std::string& port) {
-  return port == "lora_down" || port == "lora_up" || port == "lora_ranks";
+  const size_t at = port.rfind("lora_");
+  if (at == std::string::npos) return false;
+  const std::string name = port.substr(at);
+  return name == "lora_down" || name == "lora_up" || name == "lora_ranks";
 }
 
 bool is_among(DType dtype, const std::vector<DType>& allowed) {

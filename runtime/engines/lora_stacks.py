@@ -35,11 +35,12 @@ class LoraStacks:
                       for layer in chip.lora}  # of a slot
         self._stacks: dict[str, tuple[int, np.ndarray]] = {}  # group and array by input
         for layer in chip.lora:
-            rows = limits.max_loras * self._rows[layer.group]
+            leading = limits.max_loras * self._rows[layer.group], *(
+                (layer.num_experts,) if layer.experts else ())
             self._stacks[f"{layer.name}.lora_a"] = layer.group, np.zeros(
-                (rows, layer.in_features), np.float32)
+                (*leading, layer.in_features), np.float32)
             self._stacks[f"{layer.name}.lora_b"] = layer.group, np.zeros(
-                (rows, layer.out_features), np.float32)
+                (*leading, layer.out_features), np.float32)
         for group, rows in self._rows.items():
             self._stacks[f"lora_owner_{group}"] = group, np.repeat(
                 np.arange(limits.max_loras, dtype=np.int32), rows)

@@ -13,6 +13,8 @@ import torch
 import llmc
 from llmc.artifacts.manifest import read_manifest
 from llmc.compiler.check.diff import diff
+from llmc.compiler.expert_adapter import ExpertStack, stacked_factors
+from llmc.compiler.frontend.peft import ExpertFactors, PeftAdapter
 from llmc.compiler.graph.origin import Origin
 from llmc.compiler.graph.weights import Weight
 
@@ -221,33 +223,60 @@ def test_stacked_experts_are_merged(family, use_rslora, tmp_path):
     """As PEFT's ParamWrapper adds them; the experts of gpt-oss are [experts, in, out]."""
     model = families.tiny_model(family)
     hf = families.save(model, tmp_path / "hf")
-    rng, given, rank = np.random.default_rng(8), {}, 2
-    scale = 8 / (math.sqrt(rank) if use_rslora else rank)
-    for module in (f"model.layers.{layer}.mlp.experts" for layer in (0, 2)):
-        for name, wrapped in (("gate_up_proj", f"{module}.base_layer"), ("down_proj", module)):
-            parameter = model.get_parameter(f"{module}.{name}")
-            count, out, width = parameter.shape
-            if family == "gpt_oss":
-                out, width = width, out
-            down, up = (0.2 * rng.standard_normal(shape).astype(np.float32) for shape in (
-                (rank * count, width), (out, rank * count)))
-            given |= {f"{lora.PREFIX}{wrapped}.lora_A.weight": down,
-                      f"{lora.PREFIX}{wrapped}.lora_B.weight": up}
-            delta = torch.einsum("ore,eri->eoi",
-                                 torch.from_numpy(up).reshape(out, rank, count),
-                                 torch.from_numpy(down).reshape(count, rank, width)) * scale
-            with torch.no_grad():
-                parameter += delta.transpose(1, 2) if family == "gpt_oss" else delta
-    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    peft = write(tmp_path, {}, tensors=given, r=rank, target_parameters=targets,
+    given, model = lora.adapt_experts(model, (0, 2), use_rslora=use_rslora)
+    peft = write(tmp_path, {}, tensors=given, r=2, target_parameters=lora.EXPERTS,
                  use_rslora=use_rslora)
     llmc.compile(hf, tmp_path / "case", adapter=peft)
     with llmc.LLM(tmp_path / "case") as llm:
         np.testing.assert_allclose(llm.logits(IDS), lora.logits_of(model, IDS), atol=1e-4)
-    with pytest.raises(llmc.LlmcError, match="changes the experts 'model.layers.0.mlp.experts'"):
-        llmc.compile(hf, tmp_path / "base", enable_lora=True)
-        llmc.compile_adapter(peft, tmp_path / "base", tmp_path / "adapter")
     given[f"{lora.PREFIX}model.layers.0.mlp.experts.lora_A.weight"] = np.ones((8, 7), np.float32)
     with pytest.raises(llmc.LlmcError, match=r"by matrices \[64, 7\] of 8 ranks in all; in the"):
         llmc.compile(hf, tmp_path / "wrong", adapter=write(
-            tmp_path / "w", {}, tensors=given, r=rank, target_parameters=targets))
+            tmp_path / "w", {}, tensors=given, r=2, target_parameters=lora.EXPERTS))
+
+
+def test_factors_of_transposed_experts_exchange_in_and_out(tmp_path):
+    """As PEFT makes them of Llama 4, whose parameters are [experts, in, out]."""
+    rng = np.random.default_rng(2)
+    down, up = rng.standard_normal((3 * 2, 12)), rng.standard_normal((8, 2 * 3))  # outputs 12
+    factors = ExpertFactors("m.experts", down, up, 4, {}, False)
+    adapter = PeftAdapter(tmp_path, {}, [factors], {}, {}, {}, frozenset(), False)
+    stacks = {"m.experts.gate_up_proj": ExpertStack(3, 12, 8, tuple(range(6)), tuple(range(6, 12))),
+              "m.experts.down_proj": ExpertStack(3, 8, 6, (), ())}
+    name, made = stacked_factors(adapter, factors, stacks)
+    assert name == "m.experts.gate_up_proj"
+    stored = 2 * np.einsum("ire,ero->eio", up.reshape(8, 2, 3), down.reshape(3, 2, 12))
+    np.testing.assert_allclose(np.einsum("reo,rei->eio", made.up, made.down), stored, rtol=1e-6)
+
+
+def test_adapters_of_other_experts_are_refused(tmp_path):
+    model = families.tiny_model("qwen3_moe")
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", enable_lora=True)
+    experts = "model.layers.0.mlp.experts"
+    stacked = [layer for layer in read_manifest(tmp_path / "case").chips[0].lora if layer.experts]
+    assert [(layer.modules[0], layer.num_experts, layer.in_features, layer.out_features)
+            for layer in stacked[:2]] == [(f"{experts}.gate_up_proj", 4, 64, 80),
+                                          (f"{experts}.down_proj", 4, 40, 64)]
+    narrow = {f"{lora.PREFIX}{experts}.lora_A.weight": np.ones((8, 41), np.float32),
+              f"{lora.PREFIX}{experts}.lora_B.weight": np.ones((64, 8), np.float32)}
+    high = {f"{lora.PREFIX}{experts}.lora_A.weight": np.ones((4 * 257, 40), np.float32),
+            f"{lora.PREFIX}{experts}.lora_B.weight": np.ones((64, 4 * 257), np.float32)}
+
+    def single(expert, kind, shape):
+        return {f"{lora.PREFIX}{experts}.{expert}.{kind}.lora_{part}.weight": np.ones(
+            size, np.float32) for part, size in (("A", (4, shape[1])), ("B", (shape[0], 4)))}
+
+    for index, (tensors, message) in enumerate([
+            (narrow, r"changes 'model.layers.0.mlp.experts' by matrices \[64, 41\] of 8 ranks in "
+                     r"all; the base's stacks are gate_up_proj \[4, 80, 64\], down_proj \[4, 64, "
+                     r"40\]; give the adapter's own base"),
+            (high, "has rank 257 for 'model.layers.0.mlp.experts', expected 1 to 256"),
+            (single(4, "gate_proj", (40, 64)), r"as a matrix \[40, 64\], in the base "
+                                               r"'.*gate_up_proj' has 4 of \[40, 64\]"),
+            (single(0, "down_proj", (64, 41)), r"as a matrix \[64, 41\], in the base "
+                                               r"'.*down_proj' has 4 of \[64, 40\]"),
+            (single(0, "mid_proj", (64, 40)), "'.*experts.0.mid_proj', which is no layer of")]):
+        with pytest.raises(llmc.LlmcError, match=message):
+            llmc.compile_adapter(
+                write(tmp_path / str(index), {}, tensors=tensors, target_parameters=lora.EXPERTS),
+                tmp_path / "case", tmp_path / "out")

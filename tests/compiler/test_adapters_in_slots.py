@@ -65,6 +65,24 @@ def test_embeddings_and_heads_take_adapters(family, changes, options, tmp_path):
     lora.assert_generates(model, without, 3e-5)
 
 
+@pytest.mark.parametrize(("family", "options"), [
+    ("qwen3_moe", {"tp_size": 2, "expert_parallel": True}),
+    pytest.param("gpt_oss", {"tp_size": 2}, marks=pytest.mark.thorough)])
+def test_experts_take_adapters(family, options, tmp_path):
+    model = families.tiny_model(family)
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", target="cuda",
+                 enable_lora=True, **options)
+    tensors, adapted = lora.adapt_experts(model, (0, 2), rank=3)
+    llmc.compile_adapter(lora.save(tmp_path / "peft", {}, tensors=tensors, r=3,
+                                   target_parameters=lora.EXPERTS),
+                         tmp_path / "case", tmp_path / "adapter")
+    with interpreted(tmp_path / "case", SLOTS, max_lora_rank=12,
+                     adapters={"own": tmp_path / "adapter"}) as llm:
+        with_adapter, without = llm.generate([PROMPTS[0]] * 2, PARAMS, adapter=["own", None])
+    lora.assert_generates(adapted, with_adapter, 3e-5)
+    lora.assert_generates(model, without, 3e-5)
+
+
 def test_modules_of_a_layer_are_parts_of_a_slot():
     layer = LoraLayer(name="qkv", group=0, dtype="bfloat16", rows=(
         LayerRows(module="q", start=0, stop=4), LayerRows(module="v", start=0, stop=2),

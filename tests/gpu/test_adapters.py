@@ -168,6 +168,68 @@ def test_embeddings_add_the_adapters_of_their_tokens(extension, stored, tokens, 
     check_adapted(extension, "Embedding", fields, inputs, dtype)
 
 
+def experts(rng, tokens, count, top_k, hidden, inner, ranks, others=0):
+    """Attributes and inputs of gated Experts with adapters; `others` are of another rank."""
+    inputs = {"x": rng.standard_normal((tokens, hidden)),
+              "experts": np.stack([rng.permutation(count + others)[:top_k]
+                                   for _ in range(tokens)]),
+              "scores": rng.uniform(0.1, 1, (tokens, top_k)).astype(np.float32),
+              "gate_up": rng.standard_normal((count, 2 * inner, hidden)) / hidden**0.5,
+              "down": rng.standard_normal((count, hidden, inner)) / inner**0.5,
+              "gate_up_bias": rng.standard_normal((count, 2 * inner)),
+              "residual": rng.standard_normal((tokens, hidden))}
+    for stack, rows, width in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+        made = adapters(rng, tokens, width, count * rows, ranks, count)
+        inputs |= {f"{stack}_{name}": made[name]
+                   for name in ("lora_down", "lora_up", "lora_ranks")}
+    inputs["lora_ids"] = rng.integers(-1, len(ranks), tokens).astype(np.int32)
+    fields = {"top_k": top_k, **({"sharded": 1, "first_expert": others // 2} if others else {})}
+    return fields, inputs
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "count", "top_k", "hidden", "inner", "ranks", "others"), [
+    (1, 4, 2, 64, 40, [8], 0), (1, 8, 2, 2048, 768, [16, 8], 8), (5, 8, 2, 512, 96, [8, 16], 0),
+    (70, 8, 4, 256, 128, [16, 8, 32], 8), (300, 16, 4, 512, 192, [16] * 8, 0),
+    (33, 4, 2, 100, 36, [8, 8], 0), (2000, 4, 2, 64, 64, [8, 24], 0),
+    (9, 300, 3, 64, 32, [8] * 16, 0)])
+def test_experts_add_the_adapters_of_their_tokens(extension, tokens, count, top_k, hidden, inner,
+                                                  ranks, others, dtype):
+    """Of one token, of few and of many pairs; also of more experts than have a plan."""
+    rng = np.random.default_rng(tokens)
+    fields, inputs = experts(rng, tokens, count, top_k, hidden, inner, ranks, others)
+    check_adapted(extension, "Experts", fields, inputs, dtype)
+    fields |= {"scale_input": 1, "activation": "gelu_tanh"}
+    check_adapted(extension, "Experts", fields, inputs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "stored", "rounds"), [
+    (1, "int4", ""), (40, "int4", ""), (90, "mxfp4", ""), *(
+        (tokens, "float8_e4m3fn", rounds) for tokens in (1, 7, 80)
+        for rounds in ("", "rows", "groups"))])
+def test_adapters_of_quantized_experts(extension, tokens, stored, rounds, dtype):
+    """With activations that are quantized per row, per group of columns, or not at all."""
+    count, hidden, inner = 4, 256, 128
+    group = {"mxfp4": 32}.get(stored, 128)
+    rng = np.random.default_rng(tokens)
+    fields, inputs = experts(rng, tokens, count, 2, hidden, inner, [8, 16])
+    bits = CODE_TYPES[stored].bits
+    for name, rows, width in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+        codes = rng.integers(0, 2 ** bits, (count * rows, width), dtype=np.uint8)
+        codes &= 0xBF if stored == "float8_e4m3fn" else 0xFF
+        inputs[name] = pack(codes, bits).reshape(count, rows, -1)
+        shape = count, rows, width // group
+        inputs[f"{name}_scale"] = rng.integers(120, 124, shape, np.uint8) if stored == "mxfp4" \
+            else (rng.uniform(0.5, 1, shape) / (2 ** bits * width**0.5)).astype(np.float32)
+    fields |= {"weight_dtype": stored, "group_size": group, "in_features": hidden,
+               "inner_features": inner}
+    if rounds:
+        fields |= {"activation_dtype": "float8_e4m3fn",
+                   "activation_group_size": group if rounds == "groups" else 0}
+    check_adapted(extension, "Experts", fields, inputs, dtype, least=6e-2 if rounds else 0)
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """A tiny Llama: its cases for cpu and cuda, and its adapters for each, by name."""
@@ -277,6 +339,27 @@ def test_tokens_are_those_of_the_program(extension, family, options, tmp_path):
             made.append([own.token_ids for own in llm.generate(
                 PROMPTS, PARAMS, adapter=["own", None, "own", None])])
     assert made[0] == made[1]
+
+
+@pytest.mark.parametrize(("family", "options"), [
+    ("qwen3_moe", {}), ("gpt_oss", {}), ("qwen3_moe", {"dtype": "bfloat16"})])
+def test_experts_take_adapters(extension, family, options, tmp_path):
+    """In prefill and in captured decode steps, against the cpu target."""
+    model = families.tiny_model(family)
+    hf = families.save(model, tmp_path / "hf")
+    tensors, _ = lora.adapt_experts(model, (0, 2))
+    peft = lora.save(tmp_path / "peft", {}, tensors=tensors, r=2, target_parameters=lora.EXPERTS)
+    made = []
+    for target, own in (("cuda", options), ("cpu", {})):
+        llmc.compile(hf, tmp_path / target, target=target, enable_lora=True, **own)
+        llmc.compile_adapter(peft, tmp_path / target, tmp_path / f"{target}_adapter")
+        with llmc.LLM(tmp_path / target, adapters={"own": tmp_path / f"{target}_adapter"}) as llm:
+            made.append(llm.generate(PROMPTS, replace(PARAMS, logprobs=0),
+                                     adapter=["own", None, "own", None]))
+    for ours, wanted in zip(*made, strict=True):
+        if not options:
+            assert ours.token_ids == wanted.token_ids
+        assert abs(ours.logprobs[0].chosen - wanted.logprobs[0].chosen) < 0.1
 
 
 @pytest.mark.parametrize(("family", "changes", "options"), [

@@ -62,7 +62,8 @@ def scheduled(tmp_path_factory):
         pytest.param(*case, marks=pytest.mark.thorough) for case in (
             ("llama", {}), ("gpt2", {"dtype": "float16"}), ("qwen3", {}), ("gpt_neox", {}),
             ("gemma2", {"dtype": "bfloat16", "tp_size": 2}), ("cohere", {}), ("granite", {}))),
-    ("qwen2_moe", {"dtype": "bfloat16", "tp_size": 2}), ("gpt_oss", {"dtype": "float16"}), *(
+    ("qwen2_moe", {"dtype": "bfloat16", "tp_size": 2, "enable_lora": True}),
+    ("gpt_oss", {"dtype": "float16"}), *(
         pytest.param(*case, marks=pytest.mark.thorough) for case in (
             ("mixtral", {}), ("glm4_moe", {"dtype": "float16"}), ("phimoe", {}), ("mamba2", {}),
             ("lfm2", {"tp_size": 2}), ("olmo_hybrid", {}))),

@@ -123,6 +123,49 @@ def test_embeddings_and_heads_take_adapters(family, changes, options, tmp_path):
     lora.assert_generates(model, without, tolerance)
 
 
+@pytest.mark.parametrize(("family", "options"), [
+    ("qwen3_moe", {}), ("gpt_oss", {"tp_size": 2}),
+    thorough("qwen3_moe", {"tp_size": 2, "expert_parallel": True}),
+    thorough("mixtral", {"tp_size": 3}), thorough("qwen3_moe", {"quantize": "int8"}),
+    thorough("gpt_oss", {"expert_parallel": True, "tp_size": 3})])
+def test_experts_take_adapters(family, options, tmp_path):
+    """In both forms of PEFT, beside another layer's, in one step with a request without any."""
+    changes = {"moe_intermediate_size": 64} if "quantize" in options else {}  # whole groups
+    model = families.tiny_model(family, **changes)
+    llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case", enable_lora=True,
+                 **options)
+    tensors, stacked = lora.adapt_experts(model, (0, 2))
+    factors = lora.make(model, lora.linear_layers(model, r"layers\.1.*o_proj"))
+    made = {"stacked": (lora.save(tmp_path / "stacked_peft", factors, tensors=tensors, r=2,
+                                  target_parameters=lora.EXPERTS), lora.merged(stacked, factors))}
+    if family != "gpt_oss":  # which never had separate experts
+        experts = "model.layers.1.mlp.experts"
+        tensors, single = lora.adapt_single_experts(model, {
+            f"{experts}.0.gate_proj": (1, 0, "gate_proj", 4),
+            f"{experts}.0.up_proj": (1, 0, "up_proj", 4),
+            f"{experts}.2.up_proj": (1, 2, "up_proj", 8),
+            f"{experts}.3.down_proj": (1, 3, "down_proj", 4),
+            # As a checkpoint of Mixtral has them.
+            "model.layers.2.block_sparse_moe.experts.1.w1": (2, 1, "gate_proj", 2),
+            "model.layers.2.block_sparse_moe.experts.1.w2": (2, 1, "down_proj", 2)})
+        alphas = {r"experts\.2\.up_proj": 16, r"experts\.1\.w.": 4}
+        made["single"] = lora.save(tmp_path / "single_peft", {}, tensors=tensors,
+                                   alpha_pattern=alphas), single
+    for name, (peft, _) in made.items():
+        llmc.compile_adapter(peft, tmp_path / "case", tmp_path / name)
+    names = [*made, None]
+    with llmc.LLM(tmp_path / "case", adapters={name: tmp_path / name for name in made}) as own:
+        completions = own.generate([PROMPTS[0]] * len(names), PARAMS, adapter=names)
+    for name, completion in zip(names, completions, strict=True):
+        adapted = made[name][1] if name else model
+        if "quantize" in options:
+            given = [logprobs.chosen for logprobs in completion.logprobs]
+            np.testing.assert_allclose(given, lora.log_probabilities(adapted, completion),
+                                       atol=0.1)
+        else:
+            lora.assert_generates(adapted, completion, 2e-5)
+
+
 def test_prefixes_are_shared_within_an_adapter_only(llm):
     prompt = list(range(100, 140))
     cached = [next(iter(llm.stream([prompt], PARAMS, adapter=name))).num_cached_tokens

@@ -22,6 +22,23 @@ using namespace device;
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 
+// Ranks that a slot uses.
+__device__ __forceinline__ int used_ranks(const LoraParams& p, int slot) {
+  return p.ranks[p.experts > 1 ? slot % (p.slots / p.experts) : slot];
+}
+// The matrix of `up` of a slot.
+__device__ __forceinline__ int up_of(const LoraParams& p, int slot) {
+  if (p.experts <= 1) return slot;
+  const int adapters = p.slots / p.experts;
+  return slot % adapters * p.experts + slot / adapters;
+}
+__device__ __forceinline__ int x_row_of(const LoraParams& p, int row) {
+  return p.x_rows != nullptr ? p.x_rows[row] : row;
+}
+__device__ __forceinline__ int z_row_of(const LoraParams& p, int row) {
+  return p.z_rows != nullptr ? p.z_rows[row] : row;
+}
+
 // Sums of a block over the columns of x: products with rows of `down`, those without x, those of
 // the shift, and moments of x.
 template <int kRanks>
@@ -36,8 +53,8 @@ __global__ void __launch_bounds__(kThreads) shrink_rows_kernel(LoraParams p) {
   else pdl_launch_dependents();  // the expansion waits for the end of this grid
   const int row = blockIdx.y, tiles = p.rank / kRanks;
   const int part = blockIdx.x / tiles, first = blockIdx.x % tiles * kRanks, slot = p.ids[row];
-  if (slot >= 0 && first < p.ranks[slot]) {
-    const T* x = static_cast<const T*>(p.x) + static_cast<int64_t>(row) * p.in;
+  if (slot >= 0 && first < used_ranks(p, slot)) {
+    const T* x = static_cast<const T*>(p.x) + static_cast<int64_t>(x_row_of(p, row)) * p.in;
     const T* down = static_cast<const T*>(p.down) +
                     ((static_cast<int64_t>(part) * p.slots + slot) * p.rank + first) * p.in;
     ShrinkSums<kRanks> sums{};
@@ -65,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) shrink_rows_kernel(LoraParams p) {
         }
       }
     }
-    float mean = 0, scale = 1;
+    float mean = 0, scale = p.row_scale != nullptr ? p.row_scale[row] : 1.f;
     if (kNorm) {
       const float squares = block_sum<kThreads>(sums.squares, partial) / p.in;
       if (p.centred) mean = block_sum<kThreads>(sums.total, partial) / p.in;
@@ -89,7 +106,7 @@ __global__ void __launch_bounds__(kThreads) expand_rows_kernel(LoraParams p) {
   extern __shared__ float hidden[];  // [parts * rank]
   const int row = blockIdx.y, width = p.out / kHalves;
   const int column = blockIdx.x * kThreads + threadIdx.x, slot = p.ids[row];
-  const int used = slot < 0 ? 0 : p.ranks[slot];
+  const int used = slot < 0 ? 0 : used_ranks(p, slot);
   const T* up[kHalves];
   const float* own[kHalves];
   Vec<T, kWidth> ahead[kHalves][kAhead];
@@ -99,7 +116,7 @@ __global__ void __launch_bounds__(kThreads) expand_rows_kernel(LoraParams p) {
     const int part = p.part == nullptr ? 0 : min(max(p.part[output], 0), p.parts - 1);
     own[half] = hidden + part * p.rank;
     up[half] = static_cast<const T*>(p.up) +
-               (static_cast<int64_t>(max(slot, 0)) * p.out + output) * p.rank;
+               (static_cast<int64_t>(up_of(p, max(slot, 0))) * p.out + output) * p.rank;
 #pragma unroll
     for (int i = 0; i < kAhead; ++i)
       if (i * kWidth < used) ahead[half][i] = load<T, kWidth>(up[half] + i * kWidth);
@@ -112,6 +129,7 @@ __global__ void __launch_bounds__(kThreads) expand_rows_kernel(LoraParams p) {
       hidden[i] = p.hidden[static_cast<int64_t>(row) * p.parts * p.rank + i];
   __syncthreads();
   if (column >= width) return;
+  const int z_row = z_row_of(p, row);
   float sum[kHalves];
 #pragma unroll
   for (int half = 0; half < kHalves; ++half) {
@@ -127,11 +145,12 @@ __global__ void __launch_bounds__(kThreads) expand_rows_kernel(LoraParams p) {
 #pragma unroll 4
     for (int k = kAhead * kWidth; k < used; k += kWidth) add(load<T, kWidth>(up[half] + k), k);
     sum[half] += to_float(
-        static_cast<const T*>(p.z)[static_cast<int64_t>(row) * p.out + column + half * width]);
+        static_cast<const T*>(p.z)[static_cast<int64_t>(z_row) * p.out + column + half * width]);
   }
   float value = activate(sum[0], p.activation);
   if constexpr (kHalves == 2) value *= sum[1];
-  OutputWriter<T>(p.y, p.y_scale_inverse).write(static_cast<int64_t>(row) * width + column, value);
+  OutputWriter<T>(p.y, p.y_scale_inverse)
+      .write(static_cast<int64_t>(z_row) * width + column, value);
 }
 
 // One block. Shared memory: rows of each slot, then the next place of each.
@@ -193,8 +212,8 @@ __global__ void __launch_bounds__(kShrinkWarps * 32) shrink_tiles_kernel(LoraPar
   const LoraTile tile = p.tiles[blockIdx.x];
   const int chunks = (p.rank + kRanks - 1) / kRanks;
   const int part = blockIdx.y / chunks, first = blockIdx.y % chunks * kRanks;
-  if (tile.count == 0 || first >= p.ranks[tile.slot]) return;
-  const int used = min(p.ranks[tile.slot] - first, kRanks);
+  if (tile.count == 0 || first >= used_ranks(p, tile.slot)) return;
+  const int used = min(used_ranks(p, tile.slot) - first, kRanks);
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const int32_t* order = p.order + tile.first;
   const T* x[kTileM][2];
@@ -203,9 +222,9 @@ __global__ void __launch_bounds__(kShrinkWarps * 32) shrink_tiles_kernel(LoraPar
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = m * 16 + h * 8 + g;
-      x[m][h] = row < tile.count
-                    ? static_cast<const T*>(p.x) + static_cast<int64_t>(order[row]) * p.in
-                    : nullptr;
+      x[m][h] = row < tile.count ? static_cast<const T*>(p.x) +
+                                       static_cast<int64_t>(x_row_of(p, order[row])) * p.in
+                                 : nullptr;
     }
   const T* down = static_cast<const T*>(p.down) +
                   ((static_cast<int64_t>(part) * p.slots + tile.slot) * p.rank + first + g) * p.in;
@@ -245,6 +264,7 @@ __global__ void __launch_bounds__(kShrinkWarps * 32) shrink_tiles_kernel(LoraPar
     float whole = 0;
 #pragma unroll
     for (int w = 0; w < kShrinkWarps; ++w) whole += partial[w][row][r];
+    if (p.row_scale != nullptr) whole *= p.row_scale[order[row]];
     hidden[(static_cast<int64_t>(order[row]) * p.parts + part) * p.rank + first + r] = whole;
   }
 }
@@ -267,7 +287,7 @@ __global__ void __launch_bounds__(kThreads) expand_tiles_kernel(LoraParams p, in
   pdl_wait();
   pdl_launch_dependents();
   const LoraTile tile = p.tiles[blockIdx.x];
-  const int used = tile.count == 0 ? 0 : p.ranks[tile.slot];
+  const int used = tile.count == 0 ? 0 : used_ranks(p, tile.slot);
   if (used == 0) return;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int begin = blockIdx.y * 32 * kWarps + threadIdx.x / 32 * 32;
@@ -284,8 +304,8 @@ __global__ void __launch_bounds__(kThreads) expand_tiles_kernel(LoraParams p, in
                          ? p.hidden + static_cast<int64_t>(order[row]) * p.parts * p.rank
                          : nullptr;
     }
-  const T* up =
-      static_cast<const T*>(p.up) + (static_cast<int64_t>(tile.slot) * p.out + begin + g) * p.rank;
+  const T* up = static_cast<const T*>(p.up) +
+                (static_cast<int64_t>(up_of(p, tile.slot)) * p.out + begin + g) * p.rank;
   const int64_t stride = static_cast<int64_t>(p.rows) * p.parts * p.rank;
   const uint4 zero = make_uint4(0, 0, 0, 0);
   float sum[kTileM][kTileN][4] = {};
@@ -319,7 +339,7 @@ __global__ void __launch_bounds__(kThreads) expand_tiles_kernel(LoraParams p, in
       for (int i = 0; i < 4; ++i) {
         const int row = m * 16 + i / 2 * 8 + g, column = begin + n * 8 + 2 * t + i % 2;
         if (row >= tile.count || column >= p.out) continue;
-        T& z = static_cast<T*>(p.z)[static_cast<int64_t>(order[row]) * p.out + column];
+        T& z = static_cast<T*>(p.z)[static_cast<int64_t>(z_row_of(p, order[row])) * p.out + column];
         z = from_float<T>(to_float(z) + sum[m][n][i]);
       }
 }

@@ -18,13 +18,21 @@ struct LoraTile {
 // x is T [rows, in], down T [parts, slots, rank, in], up T [slots, out, rank], z T [rows, out].
 // Output o multiplies the hidden values of part[o]. Slot s uses the first ranks[s] rows of each
 // part; both `rank` and these are multiples of 8. ids[r] is the slot of row r's adapter, -1: none.
+//
+// With `experts`, there is one part, and each of slots / experts adapters has matrices for each
+// expert: slot e * adapters + a is expert e of adapter a, in down T [experts, adapters, rank, in],
+// up T [adapters, experts, out, rank] and ranks [adapters].
 struct LoraParams {
   const void *x, *down, *up;
   const int32_t *ranks, *ids;  // [slots], [rows]
   const int32_t* part;         // [out]; null: one part
   float* hidden;               // [splits, rows, parts * rank]
   void* z;
-  int rows, in, out, parts, slots, rank;
+  int rows, in, out, parts, slots, rank, experts;
+  // Row r is of row x_rows[r] of x, and is added to row z_rows[r] of z; null: both r. Its hidden
+  // values are multiplied by row_scale[r]; null: 1.
+  const int32_t *x_rows, *z_rows;
+  const float* row_scale;
   bool waits;  // whether the previous kernel in the stream makes x; otherwise an older one
   // Of shrink_rows(): x is normalized first, and multiplied by `gain` and added to `shift`.
   bool norm, centred;

@@ -325,13 +325,19 @@ bool has_down_tiles(const ExpertsParams& p) {
 template <typename T>
 cudaError_t fallback_experts(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
   const unsigned blocks = 4 * num_sms();
-  cudaError_t error =
-      launch(fallback_kernel<T, false>, blocks, 256, 0, stream, p, pairs, has_gate_up_tiles(p));
-  if (error == cudaSuccess)
-    error = quantize_inner(kDType<T>, p, pairs, ActivationQuant::kDequantized, stream);
-  return error != cudaSuccess ? error
-                              : launch(fallback_kernel<T, true>, blocks, 256, 0, stream, p, pairs,
-                                       has_down_tiles(p));
+  return run_gemms(
+      p,
+      [&] {
+        return launch(fallback_kernel<T, false>, blocks, 256, 0, stream, p, pairs,
+                      has_gate_up_tiles(p));
+      },
+      [&] {
+        const cudaError_t error =
+            quantize_inner(kDType<T>, p, pairs, ActivationQuant::kDequantized, stream);
+        return error != cudaSuccess ? error
+                                    : launch(fallback_kernel<T, true>, blocks, 256, 0, stream, p,
+                                             pairs, has_down_tiles(p));
+      });
 }
 
 template <typename T>
@@ -398,11 +404,11 @@ cudaError_t quantize_inner(DType dtype, const ExpertsParams& p, const Pairs& pai
   return round(dtype, p, pairs, rounding, /*down=*/true, stream);
 }
 
-cudaError_t experts(DType dtype, const ExpertsParams& given, ExpertsKernel way,
-                    cudaStream_t stream) {
+cudaError_t experts(DType dtype, const ExpertsParams& given, ExpertsKernel way, cudaStream_t stream,
+                    const ExpertsLoraParams* lora) {
   ExpertsParams p = given;
   const bool packed = p.gate_up_quant.code_type != CodeType::kNone;
-  if (p.num_experts > kMaxExperts ||
+  if (p.num_experts > kMaxExperts || (lora != nullptr && way == ExpertsKernel::kGemv) ||
       (packed && way != ExpertsKernel::kFallback && !(has_gate_up_tiles(p) && has_down_tiles(p))))
     return cudaErrorInvalidValue;
   Pairs pairs;
@@ -424,13 +430,19 @@ cudaError_t experts(DType dtype, const ExpertsParams& given, ExpertsKernel way,
   error = round(dtype, p, pairs, rounding, /*down=*/false, stream);
   if (error != cudaSuccess) return error;
   if (p.rounded && rounding == ActivationQuant::kDequantized) p.x = pairs.quantized;
+  // Of quantized weights, the wgmma version permutes columns between its GEMMs.
+  const bool sm90 = has_experts_gemm_sm90(p) && (lora == nullptr || !packed || uses_fp8_mma(p));
   return dispatch_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    error = way == ExpertsKernel::kFallback ? fallback_experts<T>(p, pairs, stream)
-            : way == ExpertsKernel::kGemv   ? experts_gemv(dtype, p, pairs, stream)
-            : has_experts_gemm_sm90(p)      ? experts_gemm_sm90(dtype, p, pairs, stream)
-            : packed                        ? packed_experts_gemm(dtype, p, pairs, stream)
-                                            : experts_gemm(dtype, p, pairs, stream);
+    auto gemms = [&](const ExpertsParams& own, const Pairs& to) {
+      return way == ExpertsKernel::kFallback ? fallback_experts<T>(own, to, stream)
+             : way == ExpertsKernel::kGemv   ? experts_gemv(dtype, own, to, stream)
+             : sm90                          ? experts_gemm_sm90(dtype, own, to, stream)
+             : packed                        ? packed_experts_gemm(dtype, own, to, stream)
+                                             : experts_gemm(dtype, own, to, stream);
+    };
+    error = lora == nullptr ? gemms(p, pairs)
+                            : adapted_gemms(dtype, p, given.x, pairs, *lora, stream, gemms);
     if (error != cudaSuccess || (way == ExpertsKernel::kGemv && combines_choices(p))) return error;
     return combine<T>(p, pairs, stream);
   });

@@ -4,6 +4,8 @@
 // two GEMMs. Routing is known on the device only: kernels find their tiles from `starts`.
 #pragma once
 
+#include <functional>
+
 #include "../common/dequantize.cuh"
 #include "params.h"
 
@@ -295,6 +297,20 @@ template <typename T>
 constexpr DType kDType = std::is_same_v<T, float>    ? DType::kFloat32
                          : std::is_same_v<T, __half> ? DType::kFloat16
                                                      : DType::kBFloat16;
+
+// Runs the GEMMs of params.gemms.
+template <typename First, typename Second>
+cudaError_t run_gemms(const ExpertsParams& params, First&& first, Second&& second) {
+  const cudaError_t error = params.gemms == ExpertsGemms::kSecond ? cudaSuccess : first();
+  return error != cudaSuccess || params.gemms == ExpertsGemms::kFirst ? error : second();
+}
+
+// Both GEMMs and the products of adapters, by `gemms`, which runs those of its params. `x` is
+// params.x before quantization.
+cudaError_t adapted_gemms(
+    DType dtype, const ExpertsParams& params, const void* x, const device::Pairs& pairs,
+    const ExpertsLoraParams& lora, cudaStream_t stream,
+    const std::function<cudaError_t(const ExpertsParams&, const device::Pairs&)>& gemms);
 
 // Both GEMMs on tensor cores: for few pairs per expert, and for sorted pairs.
 cudaError_t experts_gemv(DType dtype, const ExpertsParams& params, const device::Pairs& pairs,

@@ -154,8 +154,9 @@ cudaError_t run_tiles(const ExpertsParams& p, const Pairs& pairs, cudaStream_t s
 
 template <typename T, int kPairs>
 cudaError_t run_both(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  const cudaError_t error = run_tiles<T, kPairs, false>(p, pairs, stream);
-  return error != cudaSuccess ? error : run_tiles<T, kPairs, true>(p, pairs, stream);
+  return run_gemms(
+      p, [&] { return run_tiles<T, kPairs, false>(p, pairs, stream); },
+      [&] { return run_tiles<T, kPairs, true>(p, pairs, stream); });
 }
 
 // Tiles of 128 pairs if an expert fills one on average.

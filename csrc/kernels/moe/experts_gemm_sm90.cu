@@ -712,20 +712,25 @@ cudaError_t launch_gemm(const ExpertsParams& p, const Pairs& pairs, cudaStream_t
 template <typename T, CodeType kCodeType, bool kRounded, int kConsumerGroups, int kPairs,
           int kStages, int kBlocks>
 cudaError_t run_both(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  cudaError_t error = cudaSuccess;
-  if constexpr (!kRounded)
-    error = launch(permute_x_kernel<kPacked<kCodeType>>, p.num_tokens, 128, 0, stream, p, pairs);
-  if (error == cudaSuccess)
-    error = launch_gemm<T, false, kCodeType, kRounded, kConsumerGroups, kPairs, kStages, kBlocks>(
-        p, pairs, stream);
-  if (error == cudaSuccess)
-    error =
-        quantize_inner(kDType<T>, p, pairs,
-                       kRounded ? ActivationQuant::kCodes : ActivationQuant::kDequantized, stream);
-  return error != cudaSuccess
-             ? error
-             : launch_gemm<T, true, kCodeType, kRounded, kConsumerGroups, kPairs, kStages, kBlocks>(
-                   p, pairs, stream);
+  return run_gemms(
+      p,
+      [&] {
+        cudaError_t error = cudaSuccess;
+        if constexpr (!kRounded)
+          error =
+              launch(permute_x_kernel<kPacked<kCodeType>>, p.num_tokens, 128, 0, stream, p, pairs);
+        return error != cudaSuccess ? error
+                                    : launch_gemm<T, false, kCodeType, kRounded, kConsumerGroups,
+                                                  kPairs, kStages, kBlocks>(p, pairs, stream);
+      },
+      [&] {
+        const cudaError_t error = quantize_inner(
+            kDType<T>, p, pairs, kRounded ? ActivationQuant::kCodes : ActivationQuant::kDequantized,
+            stream);
+        return error != cudaSuccess ? error
+                                    : launch_gemm<T, true, kCodeType, kRounded, kConsumerGroups,
+                                                  kPairs, kStages, kBlocks>(p, pairs, stream);
+      });
 }
 
 // By the average number of pairs per expert: a tile should have room for most groups.

@@ -172,10 +172,14 @@ cudaError_t run_tiles(const ExpertsParams& p, const Pairs& pairs, cudaStream_t s
 
 template <typename T, CodeType kCodeType, bool kZeros>
 cudaError_t run_both(const ExpertsParams& p, const Pairs& pairs, cudaStream_t stream) {
-  cudaError_t error = run_tiles<T, kCodeType, false, kZeros>(p, pairs, stream);
-  if (error == cudaSuccess)
-    error = quantize_inner(kDType<T>, p, pairs, ActivationQuant::kDequantized, stream);
-  return error != cudaSuccess ? error : run_tiles<T, kCodeType, true, kZeros>(p, pairs, stream);
+  return run_gemms(
+      p, [&] { return run_tiles<T, kCodeType, false, kZeros>(p, pairs, stream); },
+      [&] {
+        const cudaError_t error =
+            quantize_inner(kDType<T>, p, pairs, ActivationQuant::kDequantized, stream);
+        return error != cudaSuccess ? error
+                                    : run_tiles<T, kCodeType, true, kZeros>(p, pairs, stream);
+      });
 }
 
 template <typename T>

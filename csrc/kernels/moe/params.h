@@ -42,6 +42,9 @@ bool has_expert_tiles(CodeType codes, int group_size, int out, int in);
 cudaError_t tile_experts(void* weight, void* scale, void* spare, CodeType codes, int group_size,
                          int num_experts, int out, int in, cudaStream_t stream);
 
+// Which of the two GEMMs to run.
+enum class ExpertsGemms { kBoth, kFirst, kSecond };
+
 // Experts' MLPs and the weighted sum of each token's top_k; see csrc/plugins/experts/op.py for the
 // contract. Experts outside [first_expert, first_expert + num_experts) contribute nothing. With
 // `rounded`, the activations of both GEMMs are quantized to FP8 (e4m3) with dynamic scales max|..|
@@ -64,14 +67,33 @@ struct ExpertsParams {
   bool rounded = false;
   int quant_group = 0;
   ExpertsQuantParams gate_up_quant = {}, down_quant = {};
+  ExpertsGemms gemms = ExpertsGemms::kBoth;
 };
+// LoRA adapters of one of the two GEMMs: down T [num_experts, slots, rank, in], up T [slots,
+// num_experts, out, rank], and the ranks that each slot uses; see gemm/lora.h.
+struct ExpertsLoraStack {
+  const void *down, *up;
+  const int32_t* ranks;  // [slots]
+  int rank;
+};
+// The adapters of tokens: ids[t] is the slot of token t's, -1: none.
+struct ExpertsLoraParams {
+  ExpertsLoraStack gate_up, down;
+  const int32_t* ids;  // [num_tokens]
+  int slots;
+  void* scratch;  // experts_lora_scratch() bytes
+};
+int64_t experts_lora_scratch(DType dtype, const ExpertsParams& params,
+                             const ExpertsLoraParams& lora);
+
 // kGemv: few tokens, bound by reading weights. kGroupedGemm: many tokens, tensor core tiles.
 // kFallback: any size and dtype. kGemv and kGroupedGemm take 16-bit types with hidden and inner
 // multiples of 8, or quantized weights in tiles.
 constexpr int kExpertsGemvPairs = 2048;  // maximum num_tokens * top_k for kGemv
 enum class ExpertsKernel { kGemv, kGroupedGemm, kFallback };
+// With `lora`, kGroupedGemm or kFallback.
 cudaError_t experts(DType dtype, const ExpertsParams& params, ExpertsKernel way,
-                    cudaStream_t stream);
+                    cudaStream_t stream, const ExpertsLoraParams* lora = nullptr);
 // Whether the GPU is a Hopper, whose kGroupedGemm kernel is the faster one from few tokens on for
 // 16-bit weights.
 bool has_experts_gemm_sm90(const ExpertsParams& params);

@@ -26,15 +26,40 @@ slower kernel.
 
 With an `activation_dtype`, and optionally an `activation_group_size`, the activations of both GEMMs
 are quantized as in llmc.plugins.quantization, with dynamic scales.
+
+With adapters, each of `gate_up` and `down` is a linear layer with one matrix per expert, whose
+adapters have one pair of matrices per expert (llmc.plugins.lora). `lora_ids` are of tokens. Of the
+form in rows:
+
+    gate_up_lora_a      [gate_up_lora_rows, num_experts, hidden]
+    gate_up_lora_b      [gate_up_lora_rows, num_experts, rows of gate_up]
+    gate_up_lora_owner  int32 [gate_up_lora_rows]
+    down_lora_a, down_lora_b, down_lora_owner  likewise, [.., inner] and [.., hidden]
+
+Of the form in slots, with expert i as part i:
+
+    gate_up_lora_down   [num_experts, slots, rank, hidden]
+    gate_up_lora_up     [slots, num_experts * rows of gate_up, rank]
+    gate_up_lora_ranks  int32 [slots]
+    down_lora_down, down_lora_up, down_lora_ranks  likewise
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from llmc.plugins import Fields, Op, Sample, Shape
 from llmc.plugins.activations import REFERENCE, activation_text
 from llmc.plugins.code_types import CODE_TYPES
+from llmc.plugins.lora import (
+    ROW_INPUTS,
+    SLOT_INPUTS,
+    adapter_product,
+    adapter_text,
+    cpu_adapter_text,
+    slot_inputs,
+)
 from llmc.plugins.quantization import (
     FLOAT8,
     activations,
@@ -46,9 +71,12 @@ from llmc.plugins.quantization import (
 )
 from llmc.plugins.roles import ByExperts, ByInner, Quantized
 
+STACKS = ("gate_up", "down")
 _QMOE_DTYPES = ("int4", "uint4", "int8", "uint8")
 _ROLES = tuple(Quantized(name, f"{name}_scale", f"{name}_zero", "", rounds=True)
-               for name in ("gate_up", "down"))
+               for name in STACKS)
+_IN_ROWS, _IN_SLOTS = (tuple(f"{stack}_{name}" for stack in STACKS for name in names)
+                       for names in (ROW_INPUTS, SLOT_INPUTS))
 _INT8_DOT_PRODUCTS = 4  # accuracy level of QMoE
 
 
@@ -85,11 +113,26 @@ def _activated(fields: Fields, x: str, y: str) -> str:
 
 def _body(fields: Fields, present: frozenset[str]) -> str:
     """Loop over the experts that any token is routed to."""
+    return "\n".join([*_loop(fields, present), *_result(present)])
+
+
+def _loop(fields: Fields, present: frozenset[str], *, on_cpu: bool = False,
+          only: str = "") -> list[str]:
+    """Return lines for `sum`, rows without the residual.
+
+    Args:
+        fields: attributes.
+        present: inputs.
+        on_cpu: compute adapters as the cpu target does.
+        only: the tensor of `_adapted_pairs`, to leave out the pairs of other tokens; "": all.
+    """
     biases = [f"{name}_own = Gather<axis=0>({name}, e)" if name in present else ""
               for name in ("gate_up_bias", "down_bias")]
     scaled_rows = ["column = Unsqueeze(score, last)", "rows = Mul(x_own, column)"]
     rounding, rows = rounded(fields, "rows", "input")
     mid_rounding, mid = rounded(fields, "mid", "between")
+    adapted = "lora_ids" in present
+    both, made = ("both_base", "made_base") if adapted else ("both", "made")
     loop = "\n".join(filter(None, [
         "again = Identity(condition)",
         "e = Gather<axis=0>(hit, i)",
@@ -103,28 +146,34 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
         *_own_weights(fields, present),
         *biases,
         *rounding,
-        f"both = Gemm<transB=1>({rows}, gate_up_own"
+        f"{both} = Gemm<transB=1>({rows}, gate_up_own"
         f"{', gate_up_bias_own' if 'gate_up_bias' in present else ''})",
+        *(["ids_own = Gather<axis=0>(lora_rows_ids, token)",
+           *_add_adapters(present, "gate_up", "rows", both, "both", on_cpu=on_cpu)]
+          if adapted else []),
         _inner(fields, present, "both"),
         *mid_rounding,
-        f"made = Gemm<transB=1>({mid}, down_own"
+        f"{made} = Gemm<transB=1>({mid}, down_own"
         f"{', down_bias_own' if 'down_bias' in present else ''})",
+        *(_add_adapters(present, "down", "mid", made, "made", on_cpu=on_cpu) if adapted else []),
         *(["weighted = Identity(made)"] if fields["scale_input"] else
           ["column = Unsqueeze(score, last)", "weighted = Mul(made, column)"]),
         "token_column = Unsqueeze(token, last)",
         'sum_out = ScatterND<reduction="add">(sum_in, token_column, weighted)',
     ]))
-    return "\n".join([
+    return [
         # Leading dimensions are flattened to rows, and restored at the end.
         "last = Constant<value_ints=[-1]>()",
         "first_axis = Constant<value_ints=[0]>()",
+        *(["lora_rows_ids = Reshape(lora_ids, last)"] if adapted else []),
         "width = Shape<start=-1>(x)",
         "rows_shape = Concat<axis=0>(last, width)",
         "x_rows = Reshape(x, rows_shape)",
         "all_experts = Reshape(experts, last)",
         "flat_scores = Reshape(scores, last)",
         f"top_k = Constant<value_int={fields['top_k']}>()",
-        *_local(fields),
+        *(_adapted_pairs(fields["top_k"]) if only else []),
+        *_local(fields, only),
         "hit, hit_first, hit_inverse, hit_counts = Unique(there)",
         "count = Size(hit)",
         "true = Constant<value = bool {1}>()",
@@ -133,14 +182,47 @@ def _body(fields: Fields, present: frozenset[str]) -> str:
         "none = Expand(nothing, x_shape)",
         "sum = Loop(count, true, none) <body = each (int64 i, bool condition, float[n, h] sum_in) "
         f"=> (bool again, float[n, h] sum_out) {{\n{loop}\n}}>",
-        *_result(present),
-    ])
+    ]
 
 
-def _result(present: frozenset[str]) -> list[str]:
+def _add_adapters(present: frozenset[str], stack: str, x: str, base: str, made: str, *,
+                  on_cpu: bool) -> list[str]:
+    """Return lines for `made`, `base` plus the adapters' product of rows `x` for expert `e`.
+
+    The matrices of one expert are those of a linear layer.
+    """
+    if f"{stack}_lora_down" in present:
+        lines = [
+            f"lora_down_own = Gather<axis=0>({stack}_lora_down, e)",
+            "lora_axis = Constant<value_ints=[0]>()",
+            "lora_down = Unsqueeze(lora_down_own, lora_axis)",
+            f"lora_stack_shape = Shape({stack}_lora_up)",
+            "lora_stack_slots, lora_stack_rows, lora_stack_rank = "
+            "Split<num_outputs=3>(lora_stack_shape)",
+            f"lora_count = Shape<end=1>({stack}_lora_down)",
+            "lora_each = Div(lora_stack_rows, lora_count)",
+            "lora_up_shape = Concat<axis=0>(lora_stack_slots, lora_count, lora_each, "
+            "lora_stack_rank)",
+            f"lora_ups = Reshape({stack}_lora_up, lora_up_shape)",
+            "lora_up = Gather<axis=1>(lora_ups, e)",
+            f"lora_ranks = Identity({stack}_lora_ranks)", "lora_ids = Identity(ids_own)",
+            *adapter_text(frozenset({"lora_down"}), "lora_made", x),
+            f"{made} = Add({base}, lora_made)"]
+    else:
+        lines = [
+            f"lora_a = Gather<axis=1>({stack}_lora_a, e)",
+            f"lora_b = Gather<axis=1>({stack}_lora_b, e)",
+            f"lora_owner = Identity({stack}_lora_owner)", "lora_ids = Identity(ids_own)",
+            *(cpu_adapter_text(made, x, base) if on_cpu else
+              [*adapter_text(frozenset({"lora_a"}), "lora_made", x),
+               f"{made} = Add({base}, lora_made)"])]
+    return [re.sub(r"(?<!\w)lora_(\w+)", rf"{stack}_adapter_\1", line) for line in lines]
+
+
+def _result(present: frozenset[str], rows: str = "sum") -> list[str]:
     """Return lines for y from the rows of sums."""
     added = "residual" in present
-    return ["y_shape = Shape(x)", f"{'moved' if added else 'y'} = Reshape(sum, y_shape)",
+    return ["y_shape = Shape(x)", f"{'moved' if added else 'y'} = Reshape({rows}, y_shape)",
             *(["y = Add(residual, moved)"] if added else [])]
 
 
@@ -163,8 +245,15 @@ def _own_weights(fields: Fields, present: frozenset[str]) -> list[str]:
     return lines
 
 
-def _local(fields: Fields) -> list[str]:
-    """Return lines for `flat_experts`, local indices, and for `there`, the local ones."""
+def _local(fields: Fields, only: str) -> list[str]:
+    """Return lines for `flat_experts`, local indices, and for `there`, the local ones.
+
+    Of pairs for which `only` is false, indices are -1.
+    """
+    if only:
+        return ["nowhere = Constant<value_int=-1>()",
+                f"flat_experts = Where({only}, all_experts, nowhere)",
+                f"there = Compress<axis=0>(all_experts, {only})"]
     if not fields["sharded"]:
         return ["flat_experts = Identity(all_experts)", "there = Identity(all_experts)"]
     return [f"start = Constant<value_int={fields['first_expert']}>()",
@@ -178,7 +267,49 @@ def _local(fields: Fields) -> list[str]:
 
 
 def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
-    """Use com.microsoft.MoE, or QMoE for quantized weights, which read weights in place.
+    """Use com.microsoft.MoE, or QMoE, where it computes the same.
+
+    These kernels take no adapters, so the loop computes the tokens that have one.
+    """
+    if "gate_up_lora_down" in present:
+        return None
+    kernel = _kernel(fields, present)
+    if "lora_ids" not in present:
+        return None if kernel is None else "\n".join([*kernel, *_result(present)])
+    if kernel is None:
+        return "\n".join([*_loop(fields, present, on_cpu=True), *_result(present)])
+    return "\n".join([
+        *_loop(fields, present, on_cpu=True, only="adapted_pairs"),
+        *_renamed(kernel, "kernel"),
+        "both_sums = Where(adapted_column, sum, kernel_sum)",
+        *_result(present, "both_sums")])
+
+
+def _renamed(lines: Sequence[str], prefix: str) -> list[str]:
+    """Return lines with a prefix before the name of each tensor that they make."""
+    made = "|".join(re.escape(line.partition(" = ")[0]) for line in lines)
+    return [re.sub(rf"\b({made})\b", rf"{prefix}_\1", line) for line in lines]
+
+
+def _adapted_pairs(top_k: int) -> list[str]:
+    """Return lines for `adapted_pairs`, whether each token's adapter may change experts.
+
+    Also `adapted_column` [num_tokens, 1], of each token.
+    """
+    return [
+        *(f"{stack}_count = Size({stack}_lora_owner)" for stack in STACKS),
+        "adapters_count = Add(gate_up_count, down_count)",
+        "has_rows = Cast<to=9>(adapters_count)",
+        "long_ids = Cast<to=7>(lora_rows_ids)", "no_slot = Constant<value_int=-1>()",
+        "has_slot = Greater(long_ids, no_slot)", "adapted = And(has_slot, has_rows)",
+        "adapted_column = Unsqueeze(adapted, last)",
+        f"adapted_repeats = Constant<value_ints=[1, {top_k}]>()",
+        "adapted_grid = Tile(adapted_column, adapted_repeats)",
+        "adapted_pairs = Reshape(adapted_grid, last)"]
+
+
+def _kernel(fields: Fields, present: frozenset[str]) -> list[str] | None:
+    """Return lines for `sum` by com.microsoft.MoE, or QMoE, which read weights in place.
 
     They route by themselves, by the softmax of the top_k of their input. The input is the
     logarithms of the scores, which all have one sign, and the sum of the scores is restored
@@ -198,7 +329,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
         given = f"gate_up, gate_up_scale, {first}, down, down_scale, {second}{zeros}"
         kernel = (f"QMoE<expert_weight_bits={CODE_TYPES[fields['weight_dtype']].bits}, "
                   f"block_size={size}, accuracy_level={_INT8_DOT_PRODUCTS}, ")
-    return "\n".join([
+    return [
         "last = Constant<value_ints=[-1]>()",
         "width = Shape<start=-1>(x)",
         "rows_shape = Concat<axis=0>(last, width)",
@@ -226,8 +357,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
            "made = Reshape(mean, made_shape)", "sum = ReduceSum<keepdims=0>(made, second)"]
           if fields["scale_input"] else
           ["total = ReduceSum<keepdims=1>(weights, last)", "sum = Mul(mean, total)"]),
-        *_result(present),
-    ])
+    ]
 
 
 def _scaled_rows(top_k: int) -> list[str]:
@@ -254,12 +384,47 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     elif any(role.scale in present or role.zero in present for role in _ROLES):
         raise ValueError("Experts takes scales and zeros with a weight_dtype only")
     check_rounding("Experts", fields)
+    _check_adapters(present)
+    inner_width: int | str = fields["inner_features"] if fields["weight_dtype"] else "inner"
+    adapters: dict[str, Shape] = {"lora_ids": ("num_tokens",)}
+    for stack, outputs, columns in (("gate_up", both, hidden), ("down", hidden, inner_width)):
+        own = f"{stack}_lora_rows"
+        adapters |= {f"{stack}_lora_a": (own, "experts", columns),
+                     f"{stack}_lora_b": (own, "experts", outputs),
+                     f"{stack}_lora_owner": (own,),
+                     f"{stack}_lora_down": ("experts", "slots", f"{stack}_rank", columns),
+                     f"{stack}_lora_up": ("slots", f"{stack}_outputs", f"{stack}_rank"),
+                     f"{stack}_lora_ranks": ("slots",)}
     return {"x": ("num_tokens", hidden), "experts": ("num_tokens", fields["top_k"]),
+            **adapters,
             "scores": ("num_tokens", fields["top_k"]), "gate_up": ("experts", both, hidden),
             "down": ("experts", hidden, "inner"), "gate_up_bias": ("experts", both),
             "down_bias": ("experts", hidden), "residual": ("num_tokens", hidden),
             **{name: ("experts", both, "groups") for role in _ROLES
                for name in (role.scale, role.zero)}, **packed}
+
+
+def _shapes(shapes: Mapping[str, Shape], fields: Fields) -> Sequence[Shape]:
+    """Return the output's shape.
+
+    Raises:
+        ValueError: adapters in slots have other outputs than the experts' weights have rows.
+    """
+    for stack in STACKS:
+        up, weight = shapes.get(f"{stack}_lora_up"), shapes[stack]
+        outputs = [dim for dim in weight[:2] if isinstance(dim, int)]
+        if up is not None and len(outputs) == 2 and up[1] != outputs[0] * outputs[1]:
+            raise ValueError(f"Experts' {stack}_lora_up is {list(up)}, expected "
+                             f"{outputs[0] * outputs[1]} outputs")
+    return [shapes["x"]]
+
+
+def _check_adapters(present: frozenset[str]) -> None:
+    """Raise ValueError unless a node has all inputs of one form of adapters, or none."""
+    given = present & {*_IN_ROWS, *_IN_SLOTS, "lora_ids"}
+    if given and given not in ({*_IN_ROWS, "lora_ids"}, {*_IN_SLOTS, "lora_ids"}):
+        raise ValueError(f"Experts takes lora_ids with all of {', '.join(_IN_ROWS)}, or with all "
+                         f"of {', '.join(_IN_SLOTS)}, or none, not {sorted(given)}")
 
 
 def _check_packed(fields: Fields, present: frozenset[str]) -> tuple[int, int]:
@@ -304,14 +469,37 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
             continue
         score = scores[token, slot]
         row = x[token] * score if fields["scale_input"] else x[token]
-        both = wide["gate_up"][own] @ activations(fields, row)
+        adapter = int(inputs["lora_ids"].reshape(-1)[token]) if "lora_ids" in inputs else -1
+        both = wide["gate_up"][own] @ activations(fields, row) + _adapter_product(
+            inputs, "gate_up", own, adapter, row)
         if "gate_up_bias" in wide:
             both = both + wide["gate_up_bias"][own]
-        made = wide["down"][own] @ activations(fields, _inner_reference(fields, both))
+        mid = _inner_reference(fields, both)
+        made = wide["down"][own] @ activations(fields, mid) + _adapter_product(
+            inputs, "down", own, adapter, mid)
         if "down_bias" in wide:
             made = made + wide["down_bias"][own]
         y[token] += made if fields["scale_input"] else score * made
     return [y.reshape(shape) + wide.get("residual", 0.0)]
+
+
+def _adapter_product(inputs: Mapping[str, np.ndarray], stack: str, expert: int, slot: int,
+                     x: np.ndarray) -> np.ndarray | float:
+    """Return the product of the adapter in `slot` for an expert, float64 [out], of x [in]."""
+    if slot < 0:
+        return 0.0
+    own = {"lora_ids": np.array([slot], np.int32)}
+    if f"{stack}_lora_down" in inputs:
+        down, up = inputs[f"{stack}_lora_down"], inputs[f"{stack}_lora_up"]
+        own |= {"lora_down": down[expert:expert + 1],
+                "lora_up": up.reshape(len(up), len(down), -1, up.shape[2])[:, expert],
+                "lora_ranks": inputs[f"{stack}_lora_ranks"]}
+    else:
+        own |= {f"lora_{part}": inputs[f"{stack}_lora_{part}"][:, expert] for part in "ab"}
+        own["lora_owner"] = inputs[f"{stack}_lora_owner"]
+    made = adapter_product(own, x[None])
+    assert isinstance(made, np.ndarray)
+    return np.asarray(made[0])
 
 
 def _inner_reference(fields: Fields, both: np.ndarray) -> np.ndarray:
@@ -377,7 +565,27 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         return Sample({**plain.fields, "weight_dtype": dtype, "group_size": size,
                        "in_features": width, "inner_features": width}, inputs, 0.03)
 
-    return [
+    def adapted(plain: Sample, *, slots: bool) -> Sample:
+        """A sample with adapters in three slots, one of them of no token, and tokens without."""
+        inputs = dict(plain.inputs)
+        tokens, experts = len(inputs["x"]), len(inputs["down"])
+        hidden, inner = inputs["x"].shape[1], plain.fields.get("inner_features", 8)
+        ids = np.resize(np.array([1, -1, 2], np.int32), tokens)
+        for stack, rows, width in (("gate_up", inputs["gate_up"].shape[1], hidden),
+                                   ("down", hidden, inner)):
+            if slots:
+                made = slot_inputs(rng, ids, width, experts * rows, [8, 8, 16], experts)
+                made["lora_down"] *= 0.3
+                del made["lora_ids"], made["lora_part"]
+            else:
+                made = {"lora_a": 0.3 * rng.standard_normal((4, experts, width)),
+                        "lora_b": rng.standard_normal((4, experts, rows))}
+                made = {name: array.astype(np.float32) for name, array in made.items()}
+                made["lora_owner"] = np.array([0, 1, 1, 2], np.int32)
+            inputs |= {f"{stack}_{name}": array for name, array in made.items()}
+        return Sample(plain.fields, {**inputs, "lora_ids": ids}, plain.tolerance)
+
+    plain = [
         packed("int4", 16, sample(1, 4, 2)),
         packed("uint4", 32, sample(9, 4, 2, "up down")),
         packed("int8", 32, sample(5, 4, 3, "down", alpha=1.702, limit=1.5, up_offset=1.0)),
@@ -404,13 +612,20 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         sample(8, 3, 3, "up down", others=5, first_expert=2, sharded=1),
         sample(2, 3, 2, others=4, first_expert=4, sharded=1),
     ]
+    return [*plain, *(adapted(own, slots=slots) for slots in (False, True) for own in (
+        sample(6, 4, 2, "up down", residual=True), sample(1, 4, 2), sample(5, 4, 2, scale_input=1),
+        sample(4, 4, 2, activation="relu2", gated=0),
+        sample(8, 3, 3, "up down", others=5, first_expert=2, sharded=1),
+        packed("int4", 16, sample(3, 4, 2)), packed("float8_e4m3fn", 32, sample(
+            5, 4, 2, activation_dtype=FLOAT8, activation_group_size=32))))]
 
 
 OP = Op(
     name="Experts",
     version=3,
     inputs=("x", "experts", "scores", "gate_up", "down", "gate_up_bias?", "down_bias?",
-            "gate_up_scale?", "gate_up_zero?", "down_scale?", "down_zero?", "residual?"),
+            "gate_up_scale?", "gate_up_zero?", "down_scale?", "down_zero?", "residual?",
+            *(f"{name}?" for name in (*_IN_ROWS, "lora_ids", *_IN_SLOTS))),
     outputs=("y",),
     fields={"top_k": 0, "activation": "silu", "gated": 1, "alpha": 1.0, "limit": 0.0,
             "up_offset": 0.0, "scale_input": 0, "first_expert": 0, "sharded": 0,
@@ -420,13 +635,15 @@ OP = Op(
     choices={"activation": tuple(REFERENCE), "gated": (0, 1), "scale_input": (0, 1),
              "sharded": (0, 1), "weight_dtype": ("", *CODE_TYPES),
              "activation_dtype": ("", FLOAT8)},
-    shapes=lambda shapes, fields: [shapes["x"]],
+    shapes=_shapes,
     dims=_dims,
     shard=(ByExperts(("gate_up", "down", "gate_up_bias", "down_bias"), "first_expert", "sharded"),
            ByInner(("gate_up", "gate_up_bias"), "down", paired="gated", added=("down_bias",))),
     body=_body,
     bodies={"cpu": _cpu},
-    integer_inputs=frozenset({"experts"}),
+    integer_inputs=frozenset({"experts", "lora_ids", *(
+        f"{stack}_lora_{name}" for stack in STACKS for name in ("owner", "ranks"))}),
+    coreless=frozenset(_IN_ROWS),
     float32_inputs=frozenset({"scores", "gate_up_scale", "down_scale"}),
     quantized=_ROLES,
     reference=_reference,

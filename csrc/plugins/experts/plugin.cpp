@@ -105,19 +105,22 @@ class Experts : public Plugin {
     if (const Dims* bias = optional(in, 5)) expect("Experts' gate_up_bias", *bias, {down[0], rows});
     if (const Dims* bias = optional(in, 6)) expect("Experts' down_bias", *bias, {down[0], x[1]});
     if (const Dims* residual = optional(in, 11)) expect("Experts' residual", *residual, x);
+    if (const Dims* ids = optional(in, kLoraIds)) expect("Experts' lora_ids", *ids, {x[0]});
+    for (size_t stack : {kGateUp, kDown})
+      expect_adapters(in, stack, stack == kGateUp ? rows : x[1], stack == kGateUp ? x[1] : inner);
     return {x};
   }
 
   int64_t workspace(const std::vector<Tensor>& in) const override {
-    const Shape& down = in[kDown].shape;
-    return kSpread + kernels::experts_scratch(in[0].dtype, static_cast<int>(in[0].shape[0]),
-                                              p_.top_k, static_cast<int>(down[0]),
-                                              static_cast<int>(down[1]), inner_of(in), p_.rounded);
+    return base_workspace(in) +
+           (takes_adapters(in)
+                ? kernels::experts_lora_scratch(in[0].dtype, sizes(in), adapters(in, nullptr))
+                : 0);
   }
 
   void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
                const Context& context) const override {
-    kernels::ExpertsParams p = p_;
+    kernels::ExpertsParams p = sizes(in);
     p.y = out[0].data;
     p.x = in[0].data;
     p.experts = in[1].data;
@@ -131,12 +134,14 @@ class Experts : public Plugin {
     if (const Tensor* bias = optional(in, 6)) p.down_bias = bias->data;
     if (const Tensor* residual = optional(in, 11)) p.residual = residual->data;
     p.scratch = static_cast<char*>(workspace) + kSpread;
-    p.num_tokens = static_cast<int>(in[0].shape[0]);
-    p.num_experts = static_cast<int>(in[kDown].shape[0]);
-    p.hidden = static_cast<int>(in[kDown].shape[1]);
-    p.inner = inner_of(in);
     const DType dtype = in[0].dtype;
     using Way = kernels::ExpertsKernel;
+    if (context.adapters && takes_adapters(in)) {
+      const kernels::ExpertsLoraParams lora =
+          adapters(in, static_cast<char*>(workspace) + base_workspace(in));
+      const Way way = has_tiles(dtype, p) ? Way::kGroupedGemm : Way::kFallback;
+      return check(kernels::experts(dtype, p, way, context.stream, &lora), "Experts");
+    }
     const auto run = [&](const kernels::ExpertsParams& params, Way way) {
       check(kernels::experts(dtype, params, way, context.stream), "Experts");
     };
@@ -183,11 +188,64 @@ class Experts : public Plugin {
   }
 
  private:
-  static constexpr size_t kGateUp = 3, kDown = 4;
+  static constexpr size_t kGateUp = 3, kDown = 4, kLoraIds = 18;
   static constexpr int kMxfp4Group = 32;
   static constexpr int64_t kSpread =
       kernels::kExpertsGemvPairs * sizeof(int32_t);  // bytes of routing to time with
   static size_t scale_of(size_t stack) { return stack == kGateUp ? 7 : 9; }
+  // Adapters' matrices down, up and ranks, of the form in slots.
+  static size_t adapters_of(size_t stack) { return stack == kGateUp ? 19 : 22; }
+  static bool takes_adapters(const std::vector<Tensor>& in) {
+    return optional(in, adapters_of(kDown)) != nullptr;
+  }
+
+  // Throws Error unless the adapters of a stack [num_experts, out, width] have its sizes.
+  static void expect_adapters(const std::vector<Dims>& in, size_t stack, const Dim& out,
+                              const Dim& width) {
+    const size_t first = adapters_of(stack);
+    const Dims *ids = optional(in, kLoraIds), *down = optional(in, first),
+               *up = optional(in, first + 1), *ranks = optional(in, first + 2);
+    const bool present = optional(in, adapters_of(kDown)) != nullptr;
+    if ((down != nullptr) != present || (up != nullptr) != present || (ranks != nullptr) != present)
+      throw Error("Experts takes adapters' matrices and ranks of both gate_up and down, or none");
+    if (!present) return;
+    if (ids == nullptr) throw Error("Experts takes lora_ids with adapters");
+    const Dim &experts = in[kDown][0], &slots = (*down)[1], &rank = (*down)[2];
+    expect("Experts' lora_down", *down, {experts, slots, rank, width});
+    if (experts.known()) expect("Experts' lora_up", *up, {slots, out * experts.number(), rank});
+    expect("Experts' lora_ranks", *ranks, {slots});
+    expect("Experts' slots of adapters", {slots}, {(*optional(in, adapters_of(kDown)))[1]});
+    if (rank.known() && rank.number() % 8 != 0)
+      throw Error("slots of adapters have room for rank " + std::to_string(rank.number()) +
+                  ", expected a multiple of 8");
+  }
+
+  // Parameters with sizes, without pointers.
+  kernels::ExpertsParams sizes(const std::vector<Tensor>& in) const {
+    kernels::ExpertsParams p = p_;
+    p.num_tokens = static_cast<int>(in[0].shape[0]);
+    p.num_experts = static_cast<int>(in[kDown].shape[0]);
+    p.hidden = static_cast<int>(in[kDown].shape[1]);
+    p.inner = inner_of(in);
+    return p;
+  }
+
+  int64_t base_workspace(const std::vector<Tensor>& in) const {
+    const kernels::ExpertsParams p = sizes(in);
+    return kSpread + kernels::experts_scratch(in[0].dtype, p.num_tokens, p.top_k, p.num_experts,
+                                              p.hidden, p.inner, p.rounded);
+  }
+
+  static kernels::ExpertsLoraParams adapters(const std::vector<Tensor>& in, void* scratch) {
+    const auto stack = [&](size_t of) {
+      const size_t first = adapters_of(of);
+      return kernels::ExpertsLoraStack{in[first].data, in[first + 1].data,
+                                       static_cast<const int32_t*>(in[first + 2].data),
+                                       static_cast<int>(in[first].shape[2])};
+    };
+    return {stack(kGateUp), stack(kDown), static_cast<const int32_t*>(in[kLoraIds].data),
+            static_cast<int>(in[adapters_of(kDown)].shape[1]), scratch};
+  }
 
   bool packed() const { return quant_.code_type != kernels::CodeType::kNone; }
   bool four() const { return is_four(quant_.code_type); }
@@ -273,32 +331,53 @@ class Experts : public Plugin {
 }  // namespace
 
 void register_experts() {
-  register_plugin(
-      {"Experts",
-       3,
-       {"x", "experts: int64 int32", "scores: float32", "gate_up: weight_dtype",
-        "down: weight_dtype", "gate_up_bias?", "down_bias?", "gate_up_scale?: scale_dtype",
-        "gate_up_zero?: uint8", "down_scale?: scale_dtype", "down_zero?: uint8", "residual?"},
-       {"y"},
-       {{"top_k", int64_t{0}},
-        {"activation", std::string("silu")},
-        {"gated", int64_t{1}},
-        {"alpha", 1.0},
-        {"limit", 0.0},
-        {"up_offset", 0.0},
-        {"scale_input", int64_t{0}},
-        {"first_expert", int64_t{0}},
-        {"sharded", int64_t{0}},
-        {"weight_dtype", std::string("")},
-        {"group_size", int64_t{0}},
-        {"in_features", int64_t{0}},
-        {"inner_features", int64_t{0}},
-        {"activation_dtype", std::string("")},
-        {"activation_group_size", int64_t{0}}},
-       {"top_k"},
-       [](const Fields& fields) -> std::unique_ptr<Plugin> {
-         return std::make_unique<Experts>(fields);
-       }});
+  register_plugin({"Experts",
+                   3,
+                   {"x",
+                    "experts: int64 int32",
+                    "scores: float32",
+                    "gate_up: weight_dtype",
+                    "down: weight_dtype",
+                    "gate_up_bias?",
+                    "down_bias?",
+                    "gate_up_scale?: scale_dtype",
+                    "gate_up_zero?: uint8",
+                    "down_scale?: scale_dtype",
+                    "down_zero?: uint8",
+                    "residual?",
+                    "gate_up_lora_a?",
+                    "gate_up_lora_b?",
+                    "gate_up_lora_owner?: int32",
+                    "down_lora_a?",
+                    "down_lora_b?",
+                    "down_lora_owner?: int32",
+                    "lora_ids?: int32",
+                    "gate_up_lora_down?",
+                    "gate_up_lora_up?",
+                    "gate_up_lora_ranks?: int32",
+                    "down_lora_down?",
+                    "down_lora_up?",
+                    "down_lora_ranks?: int32"},
+                   {"y"},
+                   {{"top_k", int64_t{0}},
+                    {"activation", std::string("silu")},
+                    {"gated", int64_t{1}},
+                    {"alpha", 1.0},
+                    {"limit", 0.0},
+                    {"up_offset", 0.0},
+                    {"scale_input", int64_t{0}},
+                    {"first_expert", int64_t{0}},
+                    {"sharded", int64_t{0}},
+                    {"weight_dtype", std::string("")},
+                    {"group_size", int64_t{0}},
+                    {"in_features", int64_t{0}},
+                    {"inner_features", int64_t{0}},
+                    {"activation_dtype", std::string("")},
+                    {"activation_group_size", int64_t{0}}},
+                   {"top_k"},
+                   [](const Fields& fields) -> std::unique_ptr<Plugin> {
+                     return std::make_unique<Experts>(fields);
+                   }});
 }
 
 }  // namespace llmc
