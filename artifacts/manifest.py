@@ -68,6 +68,7 @@ ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[str, ...]]] = {
 LORA_IDS = ("lora_ids", "lora_logits_ids")  # slots of adapters, of tokens and of rows of logits
 PROCESSOR = "processor.json"  # preprocessing of images and audio
 INPUT_FEATURES = "input_features"  # rows of features, input of an encoder without tokens
+MEMORY_SEEN = "memory_seen"  # of models that attend to images: 1 for tokens after an image, else 0
 ENCODER_INPUTS = ("input_ids", INPUT_FEATURES, "position_ids", "cu_seqlens")
 EMBEDS, EMBED_IDS = "embeds", "embed_ids"  # rows in place of token embeddings; their tokens
 DEEP_EMBEDS_PREFIX = "deep_embeds_"  # rows that are added to hidden states of the same tokens
@@ -252,6 +253,34 @@ class PositionGrid(_Frozen):
     merge_size: CountOrNone
 
 
+class AttendedRows(_Frozen):
+    """Rows of an image that layers of a language model attend to (cross-attention).
+
+    Each of `tiles_per_image` tiles has `rows_per_tile` rows. An image has at least one tile; the
+    others are padding.
+    """
+
+    tiles_per_image: Count
+    rows_per_tile: Count
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an image, with those of padding."""
+        return self.tiles_per_image * self.rows_per_tile
+
+
+class ImageMemory(AttendedRows):
+    """The images of a prompt that layers of its language model attend to.
+
+    The rows have `width` columns. A prompt has at most `max_seq_len` of them, with copies: its
+    first tokens attend to all rows of all images. A token after an image attends to the tiles of
+    that image, or of the last images if no token is between them.
+    """
+
+    width: Count
+    max_seq_len: Count
+
+
 Bidirectional = Literal["images", "prompt"]
 
 
@@ -433,7 +462,8 @@ class Chip(_Frozen):
     hidden_size]` with at least one row, and `embed_ids`, the row of each token or -1.
 
     With an `encoder`, these are the tensors of the decoder, which also reads `memory_starts`,
-    `encoder_sequence_length` and the outputs of the encoder.
+    `encoder_sequence_length` and the outputs of the encoder. With `memory` in the manifest, the
+    encoder reads the rows of images, and the model also `memory_seen`, float32 `[num_tokens, 1]`.
 
     With a `draft` that reads `hidden`, the steps also write `hidden` of every token.
     `later_drafts` are the programs of its later layers, of the chain `layers`.
@@ -546,7 +576,7 @@ class Chip(_Frozen):
             self._check_listed(self.encoder.inputs, self.encoder.outputs, self.encoder.steps)
         deep = {own.name for own in self.inputs if own.name.startswith(DEEP_EMBEDS_PREFIX)}
         self._check_dataflow(self.steps, {*self.kept, *ENGINE_INPUTS, EMBEDS, *memory, *deep,
-                                          ROTARY_POSITIONS, BIDIRECTIONAL_RANGES,
+                                          ROTARY_POSITIONS, BIDIRECTIONAL_RANGES, MEMORY_SEEN,
                                           *self.lora_inputs},
                      {*(f"{name}_out" for name in self.kept), self.result, *self.features})
         self._check_listed(self.inputs, self.outputs, self.steps)
@@ -913,6 +943,7 @@ class Manifest(_Frozen):
     source: Source
     dims: Dims
     encoder: EncoderInfo | None = None
+    memory: Annotated[ImageMemory | None, Field(exclude_if=_is_absent)] = None
     draft: Annotated[DraftInfo | None, Field(exclude_if=_is_absent)] = None
     pooling: Annotated[PoolingInfo | None, Field(exclude_if=_is_absent)] = None
     dtype: DTypeName
@@ -939,6 +970,11 @@ class Manifest(_Frozen):
         """Width of rows in place of token embeddings; None if the model does not take them."""
         return next((tensor.width for tensor in self.chips[0].inputs if tensor.name == EMBEDS),
                     None)
+
+    @property
+    def mem_max_seq_len(self) -> int:
+        """Maximum rows that layers of the decoder attend to (cross-attention); 0 without any."""
+        return (self.encoder or self.memory).max_seq_len if self.encoder or self.memory else 0
 
     @property
     def image(self) -> ImageEncoderProgram | None:
@@ -992,8 +1028,8 @@ class Manifest(_Frozen):
                                  f"in `quantization`")
             if _collectives(chip) != _collectives(self.chips[0]):
                 raise ValueError(f"chips 0 and {chip.rank} have different collectives")
-            if (chip.encoder is None) != (self.encoder is None):
-                raise ValueError(f"chip {chip.rank} has {'no' if self.encoder else 'an'} encoder, "
+            if (chip.encoder is None) != (not self.mem_max_seq_len):
+                raise ValueError(f"chip {chip.rank} has {'an' if chip.encoder else 'no'} encoder, "
                                  f"unlike the model")
             self._check_media_encoders(chip)
             if (chip.draft is None) != (self.draft is None):
@@ -1081,7 +1117,8 @@ class Manifest(_Frozen):
         paged = self.kv_cache_layout == "paged"
         table = {"block_table"} if paged and chip.cache else set()
         slots = {"state_slots"} if paged and chip.states else set()
-        memory = {"memory_starts", "encoder_sequence_length"} if self.encoder else set()
+        memory = {"memory_starts", "encoder_sequence_length"} if self.mem_max_seq_len else set()
+        memory |= {MEMORY_SEEN} if self.memory else set()
         given = {tensor.name: tensor for tensor in chip.inputs}
         produced = {tensor.name: tensor for tensor in chip.encoder.outputs} if chip.encoder else {}
         deep = {f"{DEEP_EMBEDS_PREFIX}{i}" for i in range(self.num_deep_embeds)}
@@ -1119,6 +1156,8 @@ class Manifest(_Frozen):
                 tensor.require("int32", ("num_tokens", AXES))
             elif name == BIDIRECTIONAL_RANGES:
                 tensor.require("int32", ("num_tokens", 2))
+            elif name == MEMORY_SEEN:
+                tensor.require(self.dtype, ("num_tokens", 1))
             else:
                 self._require_input(tensor)
         for tensor in chip.encoder.inputs if chip.encoder else ():
@@ -1130,7 +1169,8 @@ class Manifest(_Frozen):
 
     def _require_input(self, tensor: TensorInfo) -> None:
         if tensor.name == INPUT_FEATURES:
-            width = self.encoder.features.width if self.encoder and self.encoder.features else 0
+            width = self.memory.width if self.memory else \
+                self.encoder.features.width if self.encoder and self.encoder.features else 0
             tensor.require(self.dtype, ("num_tokens", width))
             return
         dtype, shape = ENGINE_INPUTS[tensor.name]
@@ -1174,7 +1214,8 @@ class Manifest(_Frozen):
         for kind, program in (("image", chip.image), ("audio", chip.audio)):
             if program is None:
                 continue
-            if chip.rank or self.embeds_width is None or self.encoder or self.pooling \
+            width = self.memory.width if self.memory else self.embeds_width
+            if chip.rank or width is None or self.encoder or self.pooling \
                     or not self.target.spec.media_encoders:
                 raise ValueError(f"chip {chip.rank} has an {kind} encoder, which this chip, this "
                                  f"model or target {self.target.kind} does not support")
@@ -1187,7 +1228,7 @@ class Manifest(_Frozen):
                 raise ValueError(f"chip {chip.rank}: the outputs of the {kind} encoder must be "
                                  f"{', '.join(names)}")
             for tensor in program.outputs:  # of ONNX Runtime on the host
-                tensor.require("float32", ("num_embeds", self.embeds_width))
+                tensor.require("float32", ("num_embeds", width))
         computed = {name for own in (chip.image.computed if chip.image else ())
                     for name in own.names}
         absent = computed - {tensor.name for tensor in (chip.image.inputs if chip.image else ())}
@@ -1292,7 +1333,7 @@ class Manifest(_Frozen):
             required.add("BlockAttention")
         if self.chips[0].states and not any(known[name].state for name in self.ops):
             raise ValueError("the model has recurrent states, but no op that uses them")
-        if self.encoder:
+        if self.mem_max_seq_len:
             required.add("BidirectionalAttention")
         if self.pooling and self.pooling.kind:
             required.add("Pool")

@@ -19,6 +19,7 @@ from llmc.artifacts.manifest import (
     EMBED_IDS,
     HIDDEN,
     INPUT_FEATURES,
+    MEMORY_SEEN,
     POOLED,
     ROTARY_POSITIONS,
 )
@@ -72,7 +73,7 @@ def pack(graph: gs.Graph, settings: Settings, report: Report) -> None:
     for tensor in graph.inputs:
         if tensor.name in (*POSITION_IDS, "input_ids", "token_type_ids", EMBED_IDS):
             tensor.shape = ("num_tokens",)
-        elif tensor.name in (ENCODER_OUTPUT, HIDDEN, INPUT_FEATURES, ROTARY_POSITIONS,
+        elif tensor.name in (ENCODER_OUTPUT, HIDDEN, INPUT_FEATURES, MEMORY_SEEN, ROTARY_POSITIONS,
                              BIDIRECTIONAL_RANGES):
             tensor.shape = ("num_tokens", tensor.shape[-1])
 
