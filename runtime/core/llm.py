@@ -36,6 +36,7 @@ from llmc.limits import MAX_SEQUENCES
 from llmc.memory import memory_errors
 from llmc.runtime.core.adapters import AdapterRegistry
 from llmc.runtime.core.encoder_cache import EncoderCache
+from llmc.runtime.core.image_memory import NO_IMAGES
 from llmc.runtime.core.loop import (
     ClientCall,
     Loop,
@@ -250,10 +251,11 @@ class _Loaded:
         try:
             for placements in find_devices(self.manifest, devices):
                 engine = load_replica(self.manifest, self.case_dir, placements, config)
-                encodes = self.manifest.encoder is not None
+                encodes = self.manifest.mem_max_seq_len > 0
                 dims = self.manifest.dims
                 planner = plan_drafts(engine, speculation, dims.max_seq_len, dims.vocab_size,
-                                      encodes=encodes)
+                                      source=NO_IMAGES if self.manifest.memory else
+                                      [0] if encodes else None)
                 self._loops.append(Loop(
                     engine, Scheduler(engine.limits, config.max_num_batched_tokens,
                                       max_itl=max_itl, reuse=prefix_reuse, drafts=planner,

@@ -32,6 +32,7 @@ import numpy as np
 from llmc.runtime.core.adapters import Adapter, AdapterSlots
 from llmc.runtime.core.encoder_cache import EncoderCache
 from llmc.runtime.core.encoder_rows import EncoderRows
+from llmc.runtime.core.image_memory import PromptMemory
 from llmc.runtime.core.fair_queue import HEAD_START, Order, Share, WaitingGroup, has_waited_for
 from llmc.runtime.core.input_embeds import InputEmbeds
 from llmc.runtime.core.kv_cache import BlockHashes, BlockPool, BlockTable
@@ -593,6 +594,9 @@ class Scheduler:
         count = min(self._before_branching(sequence, count), budget)
         count = self._whole_ranges(sequence, count, self._token_room)
         count = self._whole_ranges(sequence, self._before_images(sequence, count), 0)
+        if isinstance(sequence.source, PromptMemory):
+            count = min(count, (sequence.source.stop(sequence.computed) or sequence.known)
+                        - sequence.computed)
         if sequence.scores is None:
             return count
         return sequence.scores.fit(sequence.computed, count, self._score_room)
@@ -1071,11 +1075,16 @@ class Scheduler:
         searching = [row.sequence for _, row in sampled if row.sequence.width > 1]
         scored, prompts = _scored(step_rows)
         memory = None
-        if step_rows[0].sequence.source is not None:
+        sources = [row.sequence.source for row in step_rows]
+        if isinstance(sources[0], PromptMemory):
+            memory = EncoderOutputs.of_images(
+                [self._encoder_rows.row(row.sequence.key) for row in step_rows],
+                [own.view(row.past) for own, row in zip(sources, step_rows, strict=True)
+                 if isinstance(own, PromptMemory)])
+        elif sources[0] is not None:
             memory = EncoderOutputs.of(
                 [self._encoder_rows.row(row.sequence.key) for row in step_rows],
-                [0 if row.sequence.source is None else len(row.sequence.source)
-                 for row in step_rows])
+                [0 if own is None else len(own) for own in sources])
         proposals = self._proposals(step_rows)
         step = Step.of(
             [row.tokens for row in step_rows], [row.past for row in step_rows],

@@ -27,6 +27,7 @@ from llmc.artifacts.manifest import (
     HIDDEN_OUT,
     INPUT_FEATURES,
     MANIFEST_NAME,
+    MEMORY_SEEN,
     POOLED,
     ROTARY_POSITIONS,
     Chip,
@@ -138,7 +139,7 @@ class CpuEngine:
         self._max_tokens = min(limits.max_tokens, MAX_CHUNK)
         self._score_bytes = SCORE_BYTES // manifest.tp_size
         self._width = manifest.dims.padded_vocab_size
-        self._mem_max_seq_len = manifest.encoder.max_seq_len if manifest.encoder else 0
+        self._mem_max_seq_len = manifest.mem_max_seq_len
         self._drafts = chip.drafts if limits.proposes else ()
         self._programs: list[Chip | EncoderProgram | DraftProgram] = [
             program for program in (chip.encoder, chip, *self._drafts) if program]
@@ -514,12 +515,15 @@ class CpuEngine:
             rows = part.memory.rows
             if len(rows) == 1:  # graphs do not copy the keys of a single sequence
                 values["memory_starts"] = np.zeros(1, np.int32)
-                values.update((name, memory[rows[0], :max(lengths[0], 1)])
+                first = part.memory.first_rows(0)[0]
+                values.update((name, memory[rows[0], first:first + max(lengths[0], 1)])
                               for name, memory in self._memory.items())
             else:
-                values["memory_starts"] = rows * np.int32(self._mem_max_seq_len)
+                values["memory_starts"] = part.memory.first_rows(self._mem_max_seq_len)
                 values.update((name, memory.reshape(-1, memory.shape[-1]))
                               for name, memory in self._memory.items())
+            if len(part.memory.seen):
+                values[MEMORY_SEEN] = np.repeat(part.memory.seen, np.diff(part.cu_seqlens))[:, None]
         return values
 
     def _encode(self, prompts: Mapping[int, EncoderInput]) -> None:
@@ -747,8 +751,8 @@ def _no_memory(limits: EngineLimits, manifest: Manifest) -> Iterator[None]:
 
 def _allocate(manifest: Manifest, chip: Chip, max_slots: int) -> dict[str, np.ndarray]:
     """Encoder-output buffers, float32 [max_slots, mem_max_seq_len, num_kv_heads * head_dim]."""
-    if manifest.encoder is None or chip.encoder is None:
+    if chip.encoder is None:
         return {}
-    return {tensor.name: np.zeros((max_slots, manifest.encoder.max_seq_len,
+    return {tensor.name: np.zeros((max_slots, manifest.mem_max_seq_len,
                                    int(tensor.shape[-1])), np.float32)
             for tensor in chip.encoder.outputs}

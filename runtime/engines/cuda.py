@@ -158,7 +158,7 @@ class CudaEngine:
         self._tuning, self._made_on = tuning_file(case_dir), cuda.timed_on(device)
         self._first = chip.rank == 0  # ranks have equal shapes, so one stores the tuning
         self._kv_cache_tokens, self._utilization = kv_cache_tokens, gpu_memory_utilization
-        self._mem_max_seq_len = manifest.encoder.max_seq_len if manifest.encoder else 0
+        self._mem_max_seq_len = manifest.mem_max_seq_len
         self._dtype = manifest.dtype
         check_fit(cuda, manifest, device)
         self._max_seq_len = manifest.dims.max_seq_len
@@ -534,7 +534,7 @@ def step_arrays(step: Step, mem_max_seq_len: int = 0, states: StateSlots | None 
     if verifies:
         step = as_rows(step)
     memory = step.memory
-    starts = _NONE if memory is None else memory.rows * np.int32(mem_max_seq_len)
+    starts = _NONE if memory is None else memory.first_rows(mem_max_seq_len)
     lens = _NONE if memory is None else memory.encoder_sequence_length
     admit = Admissions.of(step.admit)
     return (step.token_ids, step.cu_seqlens, step.past_lens, step.block_tables, step.slots,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import numpy as np
 
 from llmc.artifacts.manifest import Manifest
 from llmc.errors import LlmcError
-from llmc.runtime.core.step import Step
+from llmc.runtime.core.image_memory import PromptMemory
+from llmc.runtime.core.step import EncoderInput, Step
 from llmc.runtime.engines.image_encoder import ImageEncoder, MediaEncoder
-from llmc.runtime.multimodal.items import Modality
+from llmc.runtime.multimodal.items import MediaItem, Modality
 
 
 class MediaEncoders:
@@ -37,14 +39,17 @@ class MediaEncoders:
             else MediaEncoder(manifest, case_dir, kind, threads) for kind in manifest.media}
         self.ops = {name for own in self._encoders.values() for name in own.ops}
         self._num_outputs = 1 + manifest.num_deep_embeds
+        self._width = manifest.memory.width if manifest.memory else 0
         self._rows: dict[int, np.ndarray] = {}  # by place: [num_outputs, num_rows, width]
 
     def fill(self, step: Step) -> Step:
         """Encode a step's items, and put the rows that it needs into it."""
+        if any(isinstance(source, PromptMemory) for source in step.encode.values()):
+            step = replace(step, encode=self._rows_of_prompts(step.encode))
         for place in step.free_media:
             del self._rows[place]
         for place, item in step.encode_media.items():
-            rows = self._encoders[item.modality].encode(item.arrays)
+            rows = self._encode(item)
             if rows.shape[1] != item.num_rows:
                 raise LlmcError(f"the {item.modality} encoder gives {rows.shape[1]} rows, the "
                                 f"prompt has {item.num_rows} tokens for them; compile the model "
@@ -60,3 +65,20 @@ class MediaEncoders:
             given[0] = step.embeds
             rows = np.concatenate([given, rows], axis=1)
         return replace(step, embeds=rows[0], deep_embeds=rows[1:])
+
+    def _encode(self, item: MediaItem) -> np.ndarray:
+        """Rows of an item, [num_outputs, num_rows, width]."""
+        return self._encoders[item.modality].encode(item.arrays)
+
+    def _rows_of_prompts(self, encode: Mapping[int, EncoderInput]) -> dict[int, EncoderInput]:
+        """Encode the images of prompts; return the rows in the order of each prompt."""
+        sources = [own for own in encode.values() if isinstance(own, PromptMemory)]
+        items = {item.digest: item for own in sources for item, _ in own.pieces}
+        rows = {digest: self._encode(item)[0] for digest, item in items.items()}
+        return {row: self._rows_of_prompt(own, rows) if isinstance(own, PromptMemory) else own
+                for row, own in encode.items()}
+
+    def _rows_of_prompt(self, source: PromptMemory, rows: Mapping[str, np.ndarray]) -> np.ndarray:
+        if not source.pieces:
+            return np.zeros((1, self._width), np.float32)
+        return np.concatenate([rows[item.digest][:count] for item, count in source.pieces])
