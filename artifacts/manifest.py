@@ -68,7 +68,6 @@ ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[str, ...]]] = {
 LORA_IDS = ("lora_ids", "lora_logits_ids")  # slots of adapters, of tokens and of rows of logits
 PROCESSOR = "processor.json"  # preprocessing of images and audio
 INPUT_FEATURES = "input_features"  # rows of features, input of an encoder without tokens
-MEMORY_SEEN = "memory_seen"  # of models that attend to images: 1 for tokens after an image, else 0
 ENCODER_INPUTS = ("input_ids", INPUT_FEATURES, "position_ids", "cu_seqlens")
 EMBEDS, EMBED_IDS = "embeds", "embed_ids"  # rows in place of token embeddings; their tokens
 DEEP_EMBEDS_PREFIX = "deep_embeds_"  # rows that are added to hidden states of the same tokens
@@ -463,7 +462,8 @@ class Chip(_Frozen):
 
     With an `encoder`, these are the tensors of the decoder, which also reads `memory_starts`,
     `encoder_sequence_length` and the outputs of the encoder. With `memory` in the manifest, the
-    encoder reads the rows of images, and the model also `memory_seen`, float32 `[num_tokens, 1]`.
+    encoder reads the rows of images as `input_features`. `embeds` then is a row of zeros that
+    tokens not after an image have in place of the results of MLPs.
 
     With a `draft` that reads `hidden`, the steps also write `hidden` of every token.
     `later_drafts` are the programs of its later layers, of the chain `layers`.
@@ -576,7 +576,7 @@ class Chip(_Frozen):
             self._check_listed(self.encoder.inputs, self.encoder.outputs, self.encoder.steps)
         deep = {own.name for own in self.inputs if own.name.startswith(DEEP_EMBEDS_PREFIX)}
         self._check_dataflow(self.steps, {*self.kept, *ENGINE_INPUTS, EMBEDS, *memory, *deep,
-                                          ROTARY_POSITIONS, BIDIRECTIONAL_RANGES, MEMORY_SEEN,
+                                          ROTARY_POSITIONS, BIDIRECTIONAL_RANGES,
                                           *self.lora_inputs},
                      {*(f"{name}_out" for name in self.kept), self.result, *self.features})
         self._check_listed(self.inputs, self.outputs, self.steps)
@@ -972,6 +972,11 @@ class Manifest(_Frozen):
                     None)
 
     @property
+    def prompt_embeds_width(self) -> int | None:
+        """Width of prompt embeddings; None if the model takes none."""
+        return None if self.memory else self.embeds_width
+
+    @property
     def mem_max_seq_len(self) -> int:
         """Maximum rows that layers of the decoder attend to (cross-attention); 0 without any."""
         return (self.encoder or self.memory).max_seq_len if self.encoder or self.memory else 0
@@ -1118,7 +1123,7 @@ class Manifest(_Frozen):
         table = {"block_table"} if paged and chip.cache else set()
         slots = {"state_slots"} if paged and chip.states else set()
         memory = {"memory_starts", "encoder_sequence_length"} if self.mem_max_seq_len else set()
-        memory |= {MEMORY_SEEN} if self.memory else set()
+        memory |= {EMBEDS, EMBED_IDS} if self.memory else set()
         given = {tensor.name: tensor for tensor in chip.inputs}
         produced = {tensor.name: tensor for tensor in chip.encoder.outputs} if chip.encoder else {}
         deep = {f"{DEEP_EMBEDS_PREFIX}{i}" for i in range(self.num_deep_embeds)}
@@ -1156,8 +1161,6 @@ class Manifest(_Frozen):
                 tensor.require("int32", ("num_tokens", AXES))
             elif name == BIDIRECTIONAL_RANGES:
                 tensor.require("int32", ("num_tokens", 2))
-            elif name == MEMORY_SEEN:
-                tensor.require(self.dtype, ("num_tokens", 1))
             else:
                 self._require_input(tensor)
         for tensor in chip.encoder.inputs if chip.encoder else ():

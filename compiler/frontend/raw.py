@@ -138,7 +138,7 @@ class RawModel:
             state after layer i is named `hidden_states.i` if the frontend knows it. For an
             encoder-decoder model this is the decoder, which also has an input `encoder_output`
             float32 [batch, mem_seq, hidden_size]. So has a model whose layers attend to images,
-            and `memory_seen` float32 [batch, seq, 1], 1 for tokens after an image.
+            and `after_image` float32 [batch, seq, 1], 1 for tokens after an image and 0 for others.
         config: the Hugging Face config as plain data.
         kind: huggingface, gguf or onnx.
         save_tokenizer: writes tokenizer files into a directory.

@@ -30,7 +30,7 @@ from transformers import AttentionInterface, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_outputs import BaseModelOutput
 
-from llmc.artifacts.manifest import HIDDEN, HIDDEN_OUT, INPUT_FEATURES, MEMORY_SEEN, POOLED
+from llmc.artifacts.manifest import HIDDEN, HIDDEN_OUT, INPUT_FEATURES, POOLED
 from llmc.compiler.frontend.convolutions import RowEncoder, reads_features
 from llmc.compiler.frontend.expert_export import use_experts
 from llmc.compiler.frontend.exporter import export_onnx
@@ -51,7 +51,7 @@ from llmc.compiler.frontend.repeat import cut_layers
 from llmc.compiler.frontend.reproducible import Reproducible
 from llmc.compiler.graph.constants import fold_constants
 from llmc.compiler.graph.embeds import TOKEN_EMBEDS
-from llmc.compiler.graph.names import ENCODER_OUTPUT, POSITION_IDS
+from llmc.compiler.graph.names import AFTER_IMAGE, ENCODER_OUTPUT, POSITION_IDS
 from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT
 from llmc.compiler.graph.recurrence import CONVOLUTION, RECURRENCE
 from llmc.compiler.graph.rewrite import is_op, tidy
@@ -311,7 +311,7 @@ def _wrap(model: Any, part: Part, by_axis: bool = False, to_images: bool = False
         rows = torch.zeros((2, 7, text_config(model.config).hidden_size)), "mem_seq"
         return _AttendsToImages(model), {
             "input_ids": ids, "position_ids": positions, ENCODER_OUTPUT: rows,
-            MEMORY_SEEN: (torch.ones((2, 5, 1)), "seq")}, ["logits"]
+            AFTER_IMAGE: (torch.ones((2, 5, 1)), "seq")}, ["logits"]
     if by_axis and takes_positions:
         several = {name: (positions[0].clone(), "seq") for name in POSITION_IDS}
         return _ByAxis(model), {"input_ids": ids} | several, ["logits"]
@@ -480,11 +480,11 @@ class _AttendsToImages(torch.nn.Module):
         self.model = model
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor,
-                encoder_output: torch.Tensor, memory_seen: torch.Tensor) -> torch.Tensor:
+                encoder_output: torch.Tensor, after_image: torch.Tensor) -> torch.Tensor:
         model: Any = self.model
         hidden = language_model(model)(
             input_ids=input_ids, position_ids=position_ids, cross_attention_states=encoder_output,
-            full_text_row_masked_out_mask=_PerToken(memory_seen), use_cache=False,
+            full_text_row_masked_out_mask=_PerToken(after_image), use_cache=False,
             return_dict=True).last_hidden_state
         logits: torch.Tensor = model.get_output_embeddings()(hidden)
         return logits

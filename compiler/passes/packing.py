@@ -17,9 +17,9 @@ import onnx_graphsurgeon as gs
 from llmc.artifacts.manifest import (
     BIDIRECTIONAL_RANGES,
     EMBED_IDS,
+    EMBEDS,
     HIDDEN,
     INPUT_FEATURES,
-    MEMORY_SEEN,
     POOLED,
     ROTARY_POSITIONS,
 )
@@ -73,7 +73,7 @@ def pack(graph: gs.Graph, settings: Settings, report: Report) -> None:
     for tensor in graph.inputs:
         if tensor.name in (*POSITION_IDS, "input_ids", "token_type_ids", EMBED_IDS):
             tensor.shape = ("num_tokens",)
-        elif tensor.name in (ENCODER_OUTPUT, HIDDEN, INPUT_FEATURES, MEMORY_SEEN, ROTARY_POSITIONS,
+        elif tensor.name in (ENCODER_OUTPUT, HIDDEN, INPUT_FEATURES, ROTARY_POSITIONS,
                              BIDIRECTIONAL_RANGES):
             tensor.shape = ("num_tokens", tensor.shape[-1])
 
@@ -142,7 +142,8 @@ def select_tokens(graph: gs.Graph, settings: Settings, report: Report) -> None:
     selected: dict[int, gs.Variable] = {}
     for node in nodes:
         for index, tensor in enumerate(node.inputs):
-            if tensor.is_empty() or isinstance(tensor, gs.Constant) or id(tensor) in inside:
+            if tensor.is_empty() or isinstance(tensor, gs.Constant) or id(tensor) in inside \
+                    or tensor.name == EMBEDS:
                 continue
             if id(tensor) not in selected:
                 shape = None if tensor.shape is None else ("num_logits", *tensor.shape[1:])

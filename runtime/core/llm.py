@@ -277,7 +277,7 @@ class _Loaded:
     def _encoder_cache(self) -> EncoderCache | None:
         """A replica's cache of encoded images and audio; None if prompts have none."""
         width = self.manifest.embeds_width
-        if not self.manifest.media or width is None:
+        if not self.manifest.media or width is None or self.manifest.memory:
             return None
         row_bytes = 4 * width * (1 + self.manifest.num_deep_embeds)
         return EncoderCache(self._encoder_cache_bytes, row_bytes)

@@ -518,7 +518,10 @@ class InputProcessor:
         Raises:
             LlmcError: the model does not take it, or its parameters ask for what rows do not have.
         """
-        width = self.manifest.embeds_width
+        width = self.manifest.prompt_embeds_width
+        if self.manifest.memory:
+            raise LlmcError(f"layers of '{self.manifest.source.architecture}' attend to images, "
+                            f"which prompt embeddings do not support; give text or token ids")
         if width is None:
             raise LlmcError(f"'{self.manifest.source.architecture}' was compiled without prompt "
                             f"embeddings; compile it again with --enable_prompt_embeds")

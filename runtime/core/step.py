@@ -66,14 +66,14 @@ class EncoderOutputs:
         rows: int32 [batch], rows of the encoder-output buffer.
         encoder_sequence_length: int32 [batch], tokens of the encoder prompts.
         starts: int32 [batch], the first token of each that is attended to; empty: all 0.
-        seen: float32 [batch], 1 for tokens after an image, else 0; empty: the model has no such
-            input.
+        seen: bool [batch], whether its new tokens are after an image; empty: layers do not attend
+            to images.
     """
 
     rows: np.ndarray
     encoder_sequence_length: np.ndarray
     starts: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    seen: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
+    seen: np.ndarray = field(default_factory=lambda: np.empty(0, bool))
 
     @staticmethod
     def of(rows: Sequence[int], lengths: Sequence[int]) -> EncoderOutputs:
@@ -85,7 +85,7 @@ class EncoderOutputs:
         return EncoderOutputs(
             np.asarray(rows, np.int32), np.array([view.length for view in views], np.int32),
             np.array([view.first for view in views], np.int32),
-            np.array([view.seen for view in views], np.float32))
+            np.array([view.seen for view in views], bool))
 
     def take(self, sequences: Sequence[int] | slice | np.ndarray) -> EncoderOutputs:
         """Select sequences of the batch."""

@@ -27,7 +27,6 @@ from llmc.artifacts.manifest import (
     HIDDEN_OUT,
     INPUT_FEATURES,
     MANIFEST_NAME,
-    MEMORY_SEEN,
     POOLED,
     ROTARY_POSITIONS,
     Chip,
@@ -522,8 +521,6 @@ class CpuEngine:
                 values["memory_starts"] = part.memory.first_rows(self._mem_max_seq_len)
                 values.update((name, memory.reshape(-1, memory.shape[-1]))
                               for name, memory in self._memory.items())
-            if len(part.memory.seen):
-                values[MEMORY_SEEN] = np.repeat(part.memory.seen, np.diff(part.cu_seqlens))[:, None]
         return values
 
     def _encode(self, prompts: Mapping[int, EncoderInput]) -> None:

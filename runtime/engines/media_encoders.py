@@ -44,8 +44,8 @@ class MediaEncoders:
 
     def fill(self, step: Step) -> Step:
         """Encode a step's items, and put the rows that it needs into it."""
-        if any(isinstance(source, PromptMemory) for source in step.encode.values()):
-            step = replace(step, encode=self._rows_of_prompts(step.encode))
+        if self._width:
+            step = self._fill_memory(step)
         for place in step.free_media:
             del self._rows[place]
         for place, item in step.encode_media.items():
@@ -69,6 +69,16 @@ class MediaEncoders:
     def _encode(self, item: MediaItem) -> np.ndarray:
         """Rows of an item, [num_outputs, num_rows, width]."""
         return self._encoders[item.modality].encode(item.arrays)
+
+    def _fill_memory(self, step: Step) -> Step:
+        """Encode the images that layers attend to, and mark tokens that are not after one."""
+        if any(isinstance(source, PromptMemory) for source in step.encode.values()):
+            step = replace(step, encode=self._rows_of_prompts(step.encode))
+        if step.memory is None or step.memory.seen.all():
+            return step
+        ids = np.where(step.memory.seen, -1, 0).astype(np.int32)
+        return replace(step, embeds=np.zeros((1, self._width), np.float32),
+                       embed_ids=np.repeat(ids, step.seq_lens))
 
     def _rows_of_prompts(self, encode: Mapping[int, EncoderInput]) -> dict[int, EncoderInput]:
         """Encode the images of prompts; return the rows in the order of each prompt."""
