@@ -436,6 +436,7 @@ class Scheduler:
     def _schedule(self, limited: bool = True) -> ScheduledStep | None:
         self._score_room = self.limits.max_scored
         self._token_room = self.budget
+        self._memory_rows = 0  # of images that layers attend to, to encode in this step
         self._draft_masks: dict[Sequence, np.ndarray] = {}
         self._unhide()
         self._free_stalled_adapter()
@@ -474,6 +475,7 @@ class Scheduler:
             admitted.update(dict.fromkeys(new.slots, new.state(new.tokens)))
             if new.source is not None and self._encoder_rows.begin_write(new.key):
                 encode[self._encoder_rows.row(new.key)] = new.source
+                self._memory_rows += _rows_to_encode(new.source)
         self.blocks.copied()
         return self._step(rows, copies, admitted, encode) if rows else None
 
@@ -833,7 +835,12 @@ class Scheduler:
     def _waits_for_images(self, group: WaitingGroup) -> bool:
         """Whether its first sequence needs an image first that this step cannot encode."""
         sequence = group.first
-        if sequence is None or sequence.embeds is None or not sequence.embeds.items:
+        if sequence is None:
+            return False
+        rows = _rows_to_encode(sequence.source)
+        if rows and self._memory_rows and self._memory_rows + rows > self.budget:
+            return not self._encoder_rows.has(sequence.key)
+        if sequence.embeds is None or not sequence.embeds.items:
             return False
         start = self._cached(sequence)
         return any(not self._can_hold(own.item)
@@ -1282,6 +1289,11 @@ class Scheduler:
                 heapq.heappush(self._slots, slot)
                 self._encoder_rows.give_back(row)
             lease.slots = []
+
+
+def _rows_to_encode(source: EncoderInput | None) -> int:
+    """Rows of images that layers attend to."""
+    return len(source) if isinstance(source, PromptMemory) and source.pieces else 0
 
 
 def _token_types(step_rows: abc.Sequence[_StepRow]) -> np.ndarray:

@@ -1,0 +1,198 @@
+"""Prompts with images that layers attend to (cross-attention) generate as transformers does."""
+
+import numpy as np
+import pytest
+import torch
+from image_models import (
+    GREEDY,
+    MODELS,
+    assert_generates,
+    attended,
+    images,
+    prompts_of,
+    write_model,
+)
+from processor_checkpoints import FAMILIES, tokenizer_of
+from transformers.models.mllama import processing_mllama
+
+import llmc
+from llmc.artifacts.manifest import ImageMemory
+from llmc.compiler.frontend import export
+from llmc.runtime.core.image_memory import NO_IMAGES, prompt_memory
+from llmc.runtime.engines import image_encoder
+from llmc.runtime.multimodal.items import MediaItem, PlaceholderRange
+
+ROWS = ImageMemory(tiles_per_image=4, rows_per_tile=3, width=1, max_seq_len=100)
+IMAGE = 9
+
+
+def item(tiles):
+    return MediaItem("image", {"aspect_ratio_mask": np.arange(4)[None, None] < tiles}, "", 0)
+
+
+def memory_of(ids, tiles, rows=ROWS):
+    positions = [index for index, token in enumerate(ids) if token == IMAGE]
+    return prompt_memory([PlaceholderRange(item(count), position, 1, np.empty(0, np.int64))
+                          for position, count in zip(positions, tiles, strict=True)], rows)
+
+
+@pytest.mark.parametrize(("ids", "tiles"), [
+    ((1, 9, 3, 4), (2,)), ((9, 1, 3), (4,)), ((1, 9), (1,)), ((1, 9, 3, 9, 4, 9, 5), (1, 4, 2)),
+    ((1, 2, 9, 9, 3), (2, 3)), ((1, 9, 9, 9), (4, 4, 1)), ((9, 9, 1, 2, 9, 9, 3), (1, 4, 4, 4)),
+    ((9, 9, 9, 2), (4, 2, 3)), ((1, 9, 9, 2, 9, 3, 9, 9), (4, 1, 2, 3, 4))])
+def test_each_token_attends_to_the_rows_of_transformers_mask(ids, tiles):
+    mask = processing_mllama.convert_sparse_cross_attention_mask_to_dense(
+        [processing_mllama.get_cross_attention_token_mask(list(ids), IMAGE)], [list(tiles)], 4,
+        len(ids))[0]
+    memory = memory_of(ids, tiles)
+    order = {id(own): index for index, own in enumerate(dict.fromkeys(
+        own for own, _ in memory.pieces))}
+    rows = [(order[id(own)], row) for own, count in memory.pieces for row in range(count)]
+    assert len(memory) == len(rows)
+    for position, visible in enumerate(mask):
+        view = memory.view(position)
+        tiles_seen = np.argwhere(visible if visible.any() else np.ones_like(visible))
+        expected = [(image, tile * 3 + row) for image, tile in tiles_seen.tolist()
+                    for row in range(3)]
+        assert rows[view.first:view.first + view.length] == expected
+        assert view.seen == visible.any()
+        stop = memory.stop(position)
+        assert stop is None or memory.view(stop) is not view
+        assert all(memory.view(own) is view for own in range(position, stop or len(ids)))
+
+
+def test_rows_without_padding_take_no_room_twice():
+    assert len(memory_of((1, 9, 2), (2,))) == 12  # with padding, for the token before
+    assert len(memory_of((9, 1, 2), (2,))) == 6
+    assert len(memory_of((1, 9, 9), (4, 2))) == 24
+    assert len(memory_of((1, 9, 9), (2, 2))) == 24 + 12
+    assert len(NO_IMAGES) == 1 and NO_IMAGES.key == b""
+    with pytest.raises(llmc.LlmcError, match="2 images of a prompt take 24 rows, layers attend to "
+                                             "at most 23; .* --mem_max_seq_len 24"):
+        memory_of((1, 9, 9), (4, 4), ROWS.model_copy(update={"max_seq_len": 23}))
+
+
+def write(folder):
+    """Write a model whose logits have no row for the image's token, as published ones."""
+    family = FAMILIES[MODELS["mllama"][0]]
+    return write_model("mllama", folder, vocab_size=tokenizer_of(family).token_to_id(family.row))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """transformers' model, and its case directory."""
+    folder = tmp_path_factory.mktemp("mllama")
+    made = write(folder / "hf")
+    llmc.compile(folder / "hf", folder / "case")
+    return made, folder / "case"
+
+
+def prompts(llm):
+    """Of those of all models: one with images at the start, and one with adjacent images."""
+    own = llm.processor.placeholders["image"]
+    return [*prompts_of(llm), {"prompt": f"{own}what is it", "images": images(1)},
+            {"prompt": f"compare {own}{own} with {own} now", "images": images(3)[::-1]}]
+
+
+def assert_all_generate(reference, llm, given):
+    for prompt, completion in zip(given, llm.generate(given, GREEDY), strict=True):
+        assert_generates(reference, llm, prompt, completion)
+
+
+def test_prompts_generate_alone_and_in_company(model):
+    reference, case = model
+    with llmc.LLM(case) as llm:
+        given = prompts(llm)
+        for prompt in given:
+            assert_all_generate(reference, llm, [prompt])
+        assert_all_generate(reference, llm, given)
+
+
+def test_ranks_generate_the_same(model, tmp_path):
+    reference, case = model
+    llmc.compile(case.parent / "hf", tmp_path / "case", tp_size=2)
+    with llmc.LLM(tmp_path / "case") as llm:
+        assert_all_generate(reference, llm, prompts(llm))
+
+
+@pytest.mark.parametrize("options", [
+    {"max_num_batched_tokens": 6, "max_batch_size": 4}, {"kv_cache_tokens": 304, "block_size": 16},
+    {"prefix_reuse": False, "max_batch_size": 2}, {"speculate": "ngram"}])
+def test_chunks_preemption_and_drafts_change_nothing(model, options):
+    reference, case = model
+    with llmc.LLM(case, **options) as llm:
+        assert_all_generate(reference, llm, prompts(llm) * 3)
+
+
+def cached(llm, prompt):
+    return next(iter(llm.stream(prompt, GREEDY))).num_cached_tokens
+
+
+def test_prefix_caching_distinguishes_images(model):
+    one, other, _ = images(3)
+    with llmc.LLM(model[1], block_size=16) as llm:
+        text = f"look at {llm.processor.placeholders['image']} and tell me what it is, in words"
+        assert cached(llm, {"prompt": text, "images": [one]}) == 0
+        assert cached(llm, {"prompt": text, "images": [one.copy()]}) >= 16
+        assert cached(llm, {"prompt": text, "images": [other]}) == 0
+        assert cached(llm, text.replace(llm.processor.placeholders["image"], "it")) == 0
+
+
+def test_an_image_is_encoded_once(model, monkeypatch):
+    encoded = []
+    real = image_encoder.MediaEncoder.encode
+    monkeypatch.setattr(image_encoder.MediaEncoder, "encode",
+                        lambda self, arrays: encoded.append(1) or real(self, arrays))
+    with llmc.LLM(model[1]) as llm:
+        prompt = prompts(llm)[1]
+        llm.generate([prompt] * 3, GREEDY)
+        llm.generate({**prompt, "prompt": prompt["prompt"] + " again"}, GREEDY)
+        assert len(encoded) == 1
+
+
+def test_samples_and_beams_of_a_prompt_share_its_images(model):
+    reference, case = model
+    with llmc.LLM(case) as llm:
+        prompt = prompts(llm)[1]
+        first, second = llm.generate(prompt, llmc.SamplingParams(
+            max_tokens=10, temperature=0, ignore_eos=True, logprobs=0, n=2))
+        assert_generates(reference, llm, prompt, first)
+        assert first.token_ids == second.token_ids
+        beam, = llm.generate([prompt], llmc.SamplingParams(
+            max_tokens=6, beam_width=3, ignore_eos=True))
+        read = llm.media_prompt(prompt["prompt"], images=prompt["images"])
+        ids = torch.tensor([read.token_ids])
+        with torch.no_grad():
+            made = reference.generate(
+                ids, **attended([own.item.arrays for own in read.ranges], read.token_ids,
+                                llm.processor.description.image.placeholder_id),
+                max_new_tokens=6, num_beams=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert list(beam.token_ids) == made[0, ids.shape[1]:].tolist()
+
+
+def test_what_is_not_supported_is_named(model, tmp_path, monkeypatch):
+    reference, case = model
+    with llmc.LLM(case) as llm:
+        own, pictures = llm.processor.placeholders["image"], images(3)
+        with pytest.raises(llmc.LlmcError, match="5 images of a prompt take 340 rows"):
+            llm.generate([{"prompt": f"see {own * 5}", "images": [pictures[2]] * 5}, "fine"],
+                         GREEDY)
+        with pytest.raises(llmc.LlmcError, match="attend to images, which prompt embeddings do not"):
+            llm.generate({"prompt_embeds": np.zeros((3, 64), np.float32)}, GREEDY)
+        assert len(llm.generate("fine", GREEDY)[0].token_ids) == 10
+    source = case.parent / "hf"
+    with pytest.raises(llmc.LlmcError, match="mem_max_seq_len 67 is less than the 68 rows of an"):
+        llmc.compile(source, tmp_path / "a", mem_max_seq_len=67)
+    with pytest.raises(llmc.LlmcError, match="leave out --enable_prompt_embeds, or"):
+        llmc.compile(source, tmp_path / "a", enable_prompt_embeds=True)
+    monkeypatch.setattr(export, "attends_to_images", lambda model: False)
+    with pytest.raises(llmc.LlmcError, match="language model has no cross-attention to images; "):
+        llmc.compile(source, tmp_path / "a")
+
+
+def test_the_language_model_alone_takes_text(model, tmp_path):
+    reference, case = model
+    llmc.compile(case.parent / "hf", tmp_path / "case", language_model_only=True)
+    with llmc.LLM(tmp_path / "case") as llm, llmc.LLM(case) as whole:
+        alone, = llm.generate("hello there", GREEDY)
+        assert alone.token_ids == whole.generate("hello there", GREEDY)[0].token_ids
