@@ -271,9 +271,9 @@ class AttendedRows(_Frozen):
 class ImageMemory(AttendedRows):
     """The images of a prompt that layers of its language model attend to.
 
-    The rows have `width` columns. A prompt has at most `max_seq_len` of them, with copies: its
-    first tokens attend to all rows of all images. A token after an image attends to the tiles of
-    that image, or of the last images if no token is between them.
+    The rows have `width` columns. A prompt has at most `max_seq_len` of them. Its tokens before an
+    image attend to all rows of all images, a token after an image to the tiles of that image, or of
+    the last images if no token is between them.
     """
 
     width: Count
@@ -979,7 +979,8 @@ class Manifest(_Frozen):
     @property
     def mem_max_seq_len(self) -> int:
         """Maximum rows that layers of the decoder attend to (cross-attention); 0 without any."""
-        return (self.encoder or self.memory).max_seq_len if self.encoder or self.memory else 0
+        reads = self.encoder or self.memory
+        return 0 if reads is None else reads.max_seq_len
 
     @property
     def image(self) -> ImageEncoderProgram | None:

@@ -91,7 +91,7 @@ def _weights(graph: gs.Graph) -> dict[str, gs.Constant]:
 def move_memory(graphs: list[gs.Graph], settings: Settings, report: Report) -> None:
     """Move nodes that depend on the encoder output alone from a rank's decoder to its encoder.
 
-    If there is none, one that reads the rows of images is appended.
+    Without an encoder, one that reads the rows of images is appended.
 
     Raises:
         LlmcError: the decoder uses the encoder output other than as keys and values, or attention

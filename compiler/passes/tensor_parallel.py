@@ -364,9 +364,9 @@ def _takes_cut(graph: gs.Graph, user: gs.Node, tensor: gs.Tensor, plan: Plan) ->
         elif isinstance(way, ByHeads):
             if any(operand(user, name) is tensor for name in way.heads):
                 return _can_be_cut(graph, user.outputs[0], plan)
-        elif isinstance(way, ByElements) and _follows(user, way, tensor):
-            return _can_be_cut(graph, user.outputs[0], plan)
-        elif isinstance(way, ByGroups) and _normed_heads(graph, tensor) is user.outputs[0]:
+        elif isinstance(way, ByElements | ByGroups) and (
+                _follows(user, way, tensor) if isinstance(way, ByElements)
+                else _normed_heads(graph, tensor) is user.outputs[0]):
             return _can_be_cut(graph, user.outputs[0], plan)
     return False
 

@@ -1,8 +1,8 @@
 """The images of a prompt that layers of its language model attend to (cross-attention).
 
 A row of the encoder-output buffer has what an engine computes from a prompt's `PromptMemory`: rows
-of its images, in an order such that each token attends to adjacent ones. The order is that of
-transformers' processor of Llama 3.2 Vision:
+of its images, in an order such that each token attends to adjacent ones: tiles of all images, then
+their padding. Which these are is decided as by transformers' processor of Llama 3.2 Vision:
 
 | token | attends to |
 | --- | --- |
@@ -49,16 +49,15 @@ class PromptMemory:
     """Rows of a prompt's images.
 
     Args:
-        pieces: images, each with the number of its first rows that are taken. Empty: a row of
-            zeros.
+        pieces: images, each with the range of its rows. Empty: a row of zeros.
         views: what tokens attend to, by ascending `start` from 0.
     """
 
-    pieces: Sequence[tuple[MediaItem, int]]
+    pieces: Sequence[tuple[MediaItem, range]]
     views: Sequence[MemoryView]
 
     def __len__(self) -> int:
-        return sum(count for _, count in self.pieces) or 1
+        return sum(len(rows) for _, rows in self.pieces) or 1
 
     def view(self, position: int) -> MemoryView:
         """What the token at a position attends to."""
@@ -72,7 +71,7 @@ class PromptMemory:
     @cached_property
     def key(self) -> bytes:
         """Bytes that identify the rows; empty without images."""
-        text = " ".join(f"{item.digest} {count}" for item, count in self.pieces)
+        text = " ".join(f"{item.digest} {rows.start} {rows.stop}" for item, rows in self.pieces)
         return hashlib.sha256(text.encode()).digest() if text else b""
 
     @cached_property
@@ -97,20 +96,15 @@ def prompt_memory(images: Sequence[PlaceholderRange], rows: ImageMemory) -> Prom
         return NO_IMAGES
     images = sorted(images, key=lambda own: own.offset)
     counts = [int(own.item.arrays[TILES].sum()) * rows.rows_per_tile for own in images]
-    pieces, views = list[tuple[MediaItem, int]](), list[MemoryView]()
+    pieces, views = [(own.item, range(count)) for own, count in zip(
+        images, counts, strict=True)], list[MemoryView]()
     if images[0].offset:
-        pieces += [(own.item, rows.num_rows) for own in images]
+        pieces += [(own.item, range(count, rows.num_rows)) for own, count in zip(
+            images, counts, strict=True) if count < rows.num_rows]
         views.append(MemoryView(0, 0, len(images) * rows.num_rows, False))
     for first, stop in _adjacent([own.offset for own in images]):
-        # Only the last image may have padding within adjacent rows.
-        in_place = bool(images[0].offset) and \
-            all(count == rows.num_rows for count in counts[first:stop - 1])
-        start = first * rows.num_rows if in_place else sum(count for _, count in pieces)
-        if not in_place:
-            pieces += [(own.item, count) for own, count in zip(
-                images[first:stop], counts[first:stop], strict=True)]
-        views += [MemoryView(images[last].offset, start, sum(counts[first:last + 1]), True)
-                  for last in range(first, stop)]
+        views += [MemoryView(images[last].offset, sum(counts[:first]),
+                             sum(counts[first:last + 1]), True) for last in range(first, stop)]
     memory = PromptMemory(pieces, views)
     if len(memory) > rows.max_seq_len:
         raise LlmcError(f"the {len(images)} images of a prompt take {len(memory)} rows, layers "

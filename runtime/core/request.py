@@ -867,7 +867,7 @@ class InputProcessor:
         """Check the number of tokens of a prompt.
 
         Raises:
-            LlmcError: there are none, or too many.
+            LlmcError: it has no tokens, or too many.
         """
         if not ids:
             raise LlmcError("the prompt is empty; give at least one token")

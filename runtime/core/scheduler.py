@@ -32,8 +32,8 @@ import numpy as np
 from llmc.runtime.core.adapters import Adapter, AdapterSlots
 from llmc.runtime.core.encoder_cache import EncoderCache
 from llmc.runtime.core.encoder_rows import EncoderRows
-from llmc.runtime.core.image_memory import PromptMemory
 from llmc.runtime.core.fair_queue import HEAD_START, Order, Share, WaitingGroup, has_waited_for
+from llmc.runtime.core.image_memory import PromptMemory
 from llmc.runtime.core.input_embeds import InputEmbeds
 from llmc.runtime.core.kv_cache import BlockHashes, BlockPool, BlockTable
 from llmc.runtime.core.prompt_scores import PromptScores

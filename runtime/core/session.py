@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from llmc.errors import LlmcError, shown
+from llmc.runtime.core.image_memory import NO_IMAGES, PromptMemory
 from llmc.runtime.core.loop import Loop
 from llmc.runtime.core.request import InputProcessor
 from llmc.runtime.core.scheduler import Scheduler, SlotLease
-from llmc.runtime.core.image_memory import NO_IMAGES, PromptMemory
 from llmc.runtime.core.step import EncoderInput, EncoderOutputs, Engine, Step
 from llmc.runtime.prompts import read_token_ids
 from llmc.runtime.sampling.params import listed

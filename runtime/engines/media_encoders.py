@@ -91,4 +91,5 @@ class MediaEncoders:
     def _rows_of_prompt(self, source: PromptMemory, rows: Mapping[str, np.ndarray]) -> np.ndarray:
         if not source.pieces:
             return np.zeros((1, self._width), np.float32)
-        return np.concatenate([rows[item.digest][:count] for item, count in source.pieces])
+        return np.concatenate([rows[item.digest][own.start:own.stop]
+                               for item, own in source.pieces])

@@ -149,7 +149,7 @@ def _submit(engine: Engine, tokens: np.ndarray, past: Sequence[int],
         tokens.tolist(), past, tables, [*slots], num_drafts=drafts, num_uncommitted=uncommitted,
         memory=memory, propose=proposals,
         admit=dict.fromkeys(slots, state) if new else {},
-        encode={slot: source for slot in slots} if new and source is not None else {}))
+        encode=dict.fromkeys(slots, source) if new and source is not None else {}))
 
 
 def _interpolated(points: dict[int, float]) -> list[float]:
