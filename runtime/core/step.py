@@ -54,8 +54,28 @@ class SamplingState:
     prompt_lookup: bool = False
 
 
-# What an encoder reads: token ids, rows float32 [num_rows, width], or images whose rows it reads.
-EncoderInput = Sequence[int] | np.ndarray | PromptMemory
+# What an encoder reads: token ids, or rows float32 [num_rows, width].
+EncoderTokens = Sequence[int] | np.ndarray
+EncoderInput = EncoderTokens | PromptMemory  # or images, whose rows replace them
+
+
+def encoder_pieces(inputs: Mapping[int, EncoderInput], size: int) -> \
+        list[tuple[int, int, EncoderTokens]]:
+    """Divide encoder inputs into pieces.
+
+    Args:
+        inputs: by row of the encoder-output buffer.
+        size: rows of a piece, for an encoder that computes each by itself; 0: inputs are whole.
+
+    Returns:
+        Row of the buffer, first token and contents of each piece.
+    """
+    pieces = list[tuple[int, int, EncoderTokens]]()
+    for row, own in inputs.items():
+        assert not isinstance(own, PromptMemory)
+        pieces += [(row, first, own[first:first + size]) for first in range(0, len(own), size)] \
+            if size else [(row, 0, own)]
+    return pieces
 
 
 @dataclass(frozen=True)
