@@ -1,8 +1,12 @@
 """Prompts with images that layers attend to (cross-attention) generate as transformers does."""
 
+import base64
+import json
+
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from image_models import (
     GREEDY,
     MODELS,
@@ -13,10 +17,12 @@ from image_models import (
     write_model,
 )
 from processor_checkpoints import FAMILIES, tokenizer_of
+from server_process import serving
 from transformers.models.mllama import processing_mllama
 
 import llmc
 from llmc.artifacts.manifest import ImageMemory
+from llmc.cli import main
 from llmc.compiler.frontend import export
 from llmc.runtime.core.image_memory import NO_IMAGES, prompt_memory
 from llmc.runtime.engines import image_encoder
@@ -77,6 +83,11 @@ def write(folder):
     return write_model("mllama", folder, vocab_size=tokenizer_of(family).token_to_id(family.row))
 
 
+TEMPLATE = """<s>{% for message in messages %}[{{ message.role }}] {% for part in message.content %}
+{%- if part.type == 'image' %}<|image|>{% else %}{{ part.text }}{% endif %}{% endfor %}
+{%- endfor %}"""
+
+
 class Reference:
     """transformers' model, which generates once for each prompt."""
 
@@ -100,6 +111,7 @@ def model(tmp_path_factory):
     """transformers' model, and its case directory."""
     folder = tmp_path_factory.mktemp("mllama")
     made = write(folder / "hf")
+    (folder / "hf" / "chat_template.jinja").write_text(TEMPLATE)
     llmc.compile(folder / "hf", folder / "case")
     return Reference(made), folder / "case"
 
@@ -213,3 +225,34 @@ def test_the_language_model_alone_takes_text(model, tmp_path):
     with llmc.LLM(tmp_path / "case") as llm, llmc.LLM(case) as whole:
         alone, = llm.generate("hello there", GREEDY)
         assert alone.token_ids == whole.generate("hello there", GREEDY)[0].token_ids
+
+
+def test_commands_and_requests_take_images(model, tmp_path):
+    _, case = model
+    for index, image in enumerate(images(2)):
+        image.save(tmp_path / f"{index}.png")
+    files = [tmp_path / "0.png", tmp_path / "1.png"]
+    data = [base64.b64encode(own.read_bytes()).decode() for own in files]
+    with llmc.LLM(case) as llm:
+        prompt = llm.chat_prompt([{"role": "user", "content": [
+            *({"type": "image", "image": own} for own in files),
+            {"type": "text", "text": "which is it?"}]}])
+        answer, = llm.generate([prompt], GREEDY)
+    result = CliRunner().invoke(main, [
+        "run", str(case), "--json", "--max_tokens", "10", "--temperature", "0", "--ignore_eos",
+        "--chat", "--prompt", "which is it?", *(word for own in files
+                                                for word in ("--image", str(own)))])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["completions"][0]["token_ids"] == list(answer.token_ids)
+    with serving(case) as server:
+        status, _, body = server.post("/v1/chat/completions", {
+            "messages": [{"role": "user", "content": [
+                *({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{own}"}}
+                  for own in data), {"type": "text", "text": "which is it?"}]}],
+            "max_tokens": 10, "temperature": 0, "ignore_eos": True})
+    assert status == 200, body
+    assert body["choices"][0]["message"]["content"] == answer.text
+    assert body["usage"]["prompt_tokens"] == len(prompt)
+    shown = CliRunner().invoke(main, ["inspect", str(case)])
+    assert "to at most 272 rows of the images of a prompt; an image has 68" in " ".join(
+        shown.output.split())
