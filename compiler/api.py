@@ -227,13 +227,17 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
         if image is not None and raw.image is not None:
             others["image"] = ImageEncoder(image, raw.image.computed, raw.image.grid,
                                            raw.image.bidirectional, raw.image.token_id,
-                                           lowered.image_device)
+                                           raw.image.padded, lowered.image_device)
         if rank == 0 and lowered.audio is not None:
             others["audio"] = lowered.audio
         chip, written = backend(target.kind).emit(graph, rank, directory, options, *encoder,
                                                   **others)
         forms = weight_forms([graph, *encoder, *draft])
-        chips.append(chip.model_copy(update={"quantization": forms}))
+        media = {kind: program.model_copy(update={"quantization": weight_forms(graphs)})
+                 for kind, program, graphs in (
+                     ("image", chip.image, (lowered.image, lowered.image_device)),
+                     ("audio", chip.audio, (lowered.audio,))) if program is not None}
+        chips.append(chip.model_copy(update={"quantization": forms, **media}))
         files.extend(_inside(chip.path, written))
     tokenizer = _write_tokenizer(raw, directory, lowered.dims.vocab_size)
     files.extend(_tokenizer_files(directory))

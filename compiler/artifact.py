@@ -259,10 +259,10 @@ def _attention(graph: gs.Graph) -> tuple[tuple[LayerCache, ...], tuple[int, ...]
                  for node in attention), tuple(node.attrs["num_heads"] for node in attention)
 
 
-def weight_forms(graphs: Sequence[gs.Graph]) -> dict[str, WeightForm]:
-    """Return the storage format of each quantized weight of a chip, by name."""
+def weight_forms(graphs: Sequence[gs.Graph | None]) -> dict[str, WeightForm]:
+    """Return the storage format of each quantized weight of a chip's graphs, by name."""
     forms: dict[str, WeightForm] = {}
-    for node in (node for graph in graphs for node in graph.nodes):
+    for node in (node for graph in graphs if graph is not None for node in graph.nodes):
         op = op_of(node)
         if op is not None and op.packed(fields := fields_of(node)):
             forms.update((operands(node)[role.weight].name, WeightForm(
@@ -283,12 +283,12 @@ def describe_encoder(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, .
 
 def describe_image(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, ...],
                    computed: tuple[VisionInput, ...], grid: PositionGrid | None,
-                   bidirectional: Bidirectional | None, token_id: int | None) -> \
-        ImageEncoderProgram:
+                   bidirectional: Bidirectional | None, token_id: int | None,
+                   padded: bool) -> ImageEncoderProgram:
     """Return the manifest's entry of the image encoder."""
     return ImageEncoderProgram(inputs=_describe(graph.inputs), outputs=_describe(graph.outputs),
                                steps=steps, computed=computed, grid=grid,
-                               bidirectional=bidirectional, token_id=token_id)
+                               bidirectional=bidirectional, token_id=token_id, padded=padded)
 
 
 def describe_audio(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, ...]) -> \

@@ -18,7 +18,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.manifest import Dims, DraftInfo, EncoderInfo, ImageMemory, PoolingInfo
+from llmc.artifacts.manifest import (
+    Dims,
+    DraftInfo,
+    EncoderInfo,
+    ImageMemory,
+    Modality,
+    PoolingInfo,
+)
 from llmc.compiler.dims import describe_draft, describe_encoder, describe_model, describe_pooled
 from llmc.compiler.frontend.raw import RawModel
 from llmc.compiler.graph.image_samples import settle_sizes
@@ -63,6 +70,7 @@ from llmc.compiler.passes.image_program import ImageParts, divide_image
 from llmc.compiler.passes.image_rows import image_rows
 from llmc.compiler.passes.input_embeds import input_embeds, require_one_reader
 from llmc.compiler.passes.layer_scale import layer_scale
+from llmc.compiler.passes.linear_rows import linear_rows
 from llmc.compiler.passes.lora import lora, name_origins
 from llmc.compiler.passes.norm import add_norm, norm
 from llmc.compiler.passes.norm_gate import norm_gate
@@ -72,7 +80,7 @@ from llmc.compiler.passes.pad_heads import pad_heads
 from llmc.compiler.passes.pool import pool
 from llmc.compiler.passes.precision import cache_dtype, cast, elements, narrow_indices
 from llmc.compiler.passes.projections import projections
-from llmc.compiler.passes.quantize import quantize_weights
+from llmc.compiler.passes.quantize import quantize_encoder, quantize_weights
 from llmc.compiler.passes.recurrent_state import states
 from llmc.compiler.passes.rounded_outputs import rounded_outputs
 from llmc.compiler.passes.route import route
@@ -83,7 +91,7 @@ from llmc.compiler.passes.tensor_parallel import tensor_parallel
 from llmc.compiler.preflight import About, limit_seq_len
 from llmc.compiler.requirements import require_attention, require_embedding, require_routes
 from llmc.errors import LlmcError
-from llmc.targets import TargetSpec, target_spec
+from llmc.targets import CPU, TargetSpec, target_spec
 
 _VOCAB_MULTIPLE = 64
 _DEFAULT_IMAGES = 4  # of a prompt, that layers attend to
@@ -262,11 +270,18 @@ IMAGE_PASSES: tuple[GraphPass, ...] = (
 )
 # Passes over the encoder of audio clips, which runs on the host.
 AUDIO_PASSES: tuple[GraphPass, ...] = (GraphPass("fold", fold),)
+# Further passes over it with `--quantize_encoders`.
+AUDIO_QUANTIZE_PASSES: tuple[GraphPass, ...] = (
+    GraphPass("gemm", gemm),
+    GraphPass("rows", linear_rows),
+    GraphPass("quantize", quantize_encoder),
+)
 # Passes over the part of the image encoder that a device runs, as in PASSES.
 IMAGE_DEVICE_PASSES: tuple[GraphPass | RankPass, ...] = (
     GraphPass("pad_heads", pad_heads, _program),  # before projections, which merges GEMMs
     GraphPass("projections", projections, _program),
     GraphPass("norm_gemm", norm_gemm, _kernels),
+    GraphPass("quantize", quantize_encoder, _quantized),
     GraphPass("elements", elements, _kernels),
     GraphPass("columns", columns, _program),
     RankPass("cast", cast, _several_dtypes),
@@ -448,15 +463,29 @@ def lower_media(lowered: Lowered, raw: RawModel) -> Lowered:
         return lowered
     graph, reports = raw.audio.graph, list(lowered.reports)
     tidy(graph)
-    for step in AUDIO_PASSES:
-        reports.append(Report(f"audio.{step.name}", step.run, "audio"))
-        step.run(graph, lowered.settings, reports[-1])
-        tidy(graph)
-        verify(graph, f"audio.{step.name}")
+    settings = _of_host(lowered.settings)
+    quantizes = settings.options.encoder_scheme is not None
+    for step in (*AUDIO_PASSES, *(AUDIO_QUANTIZE_PASSES if quantizes else ())):
+        reports.append(_run_encoder_pass(step, graph, settings, "audio"))
     name_media_weights([lowered.graphs[0], *(lowered.drafts[0] if lowered.drafts else []),
                         *(own for own in (lowered.image, lowered.image_device) if own)],
                        graph, "audio")
     return replace(lowered, audio=graph, reports=reports)
+
+
+def _of_host(settings: Settings) -> Settings:
+    """The settings of a graph that the host runs by ONNX Runtime, whatever the target."""
+    return replace(settings, options=replace(settings.options, target=CPU.name))
+
+
+def _run_encoder_pass(step: GraphPass, graph: gs.Graph, settings: Settings,
+                      kind: Modality) -> Report:
+    """Run a pass over the graph of an encoder of images or audio, and verify it."""
+    report = Report(f"{kind}.{step.name}", step.run, kind)
+    step.run(graph, settings, report)
+    tidy(graph)
+    verify(graph, report.name)
+    return report
 
 
 def lower_image(lowered: Lowered, raw: RawModel) -> Lowered:
@@ -478,6 +507,11 @@ def lower_image(lowered: Lowered, raw: RawModel) -> Lowered:
         except LlmcError as error:  # the host runs all of it
             reports.append(Report("image.device", divide_image, "image"))
             reports[-1].refuse(graph.nodes[-1], NoMatch(str(error).split(";")[0]))
+    if device is None and settings.options.encoder_scheme is not None:
+        reports.append(_run_encoder_pass(GraphPass("quantize", quantize_encoder), graph,
+                                         _of_host(settings), "image"))
+    for tensor in graph.outputs if device is None else ():
+        tensor.shape = ["num_embeds", tensor.shape[-1]]
     others = [lowered.graphs[0], *lowered.encoders[:1],
               *(lowered.drafts[0] if lowered.drafts else [])]
     name_media_weights(others, graph, "image")
@@ -496,12 +530,7 @@ def fuse_image(graph: gs.Graph, settings: Settings) -> list[Report]:
     settle_sizes(graph, settings.image_samples)
     tidy(graph)
     for step in IMAGE_PASSES:
-        reports.append(Report(f"image.{step.name}", step.run, "image"))
-        step.run(graph, settings, reports[-1])
-        tidy(graph)
-        verify(graph, f"image.{step.name}")
-    for tensor in graph.outputs:
-        tensor.shape = ["num_embeds", tensor.shape[-1]]
+        reports.append(_run_encoder_pass(step, graph, settings, "image"))
     return reports
 
 

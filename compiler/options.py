@@ -148,6 +148,10 @@ class CompileOptions:
     quantize_lm_head: Annotated[str, Declared(
         "Quantize the LM head, and the embedding where they are tied.",
         choices=_QUANTIZE, default="as `quantize`, but int8 in place of 4 bits")] = ""
+    quantize_encoders: Annotated[str, Declared(
+        "Quantize the linear layers of the encoders of images and audio, in the largest groups of "
+        "128, 64, 32 and 16 that divide the row; with fp8 a row. Patch embeddings and convolutions "
+        "are not quantized.", choices=_QUANTIZE, default="none")] = ""
     quantize_activations: Annotated[bool, Declared(
         "With `quantize` fp8: also quantize activations to FP8, with a scale per token. With "
         "int8, for `target` cpu: to int8, with a scale per token and per row of weights. With a "
@@ -228,6 +232,11 @@ class CompileOptions:
         """Quantization scheme of the LM head, and of a tied embedding."""
         return _scheme(self.quantize_lm_head or _HEADS.get(self.quantize, self.quantize),
                        self.group_size)
+
+    @property
+    def encoder_scheme(self) -> Scheme | None:
+        """Quantization scheme of the encoders of images and audio."""
+        return _scheme(self.quantize_encoders, 0)
 
     @property
     def dequantize(self) -> bool:

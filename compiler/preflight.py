@@ -245,7 +245,7 @@ def _kv_dtype(options: CompileOptions) -> str | None:
 
 def _schemes(options: CompileOptions) -> str | None:
     dtypes = target_spec(options.target).weight_dtypes
-    for scheme in (options.scheme, options.head_scheme):
+    for scheme in (options.scheme, options.head_scheme, options.encoder_scheme):
         if scheme is None:
             continue
         if not dtypes:
@@ -392,6 +392,13 @@ def _media(options: CompileOptions, about: About) -> str | None:
             f"compile with --target {takers}, or {LANGUAGE_MODEL_ONLY}")
 
 
+def _quantize_encoders(options: CompileOptions, about: About) -> str | None:
+    if options.encoder_scheme is None or about.media:
+        return None
+    return (f"quantize_encoders is given, but '{about.name}' is compiled without encoders of "
+            f"images or audio; leave it out")
+
+
 def _draft_of(options: CompileOptions, about: About) -> str | None:
     if options.draft is None or not about.has_encoder:
         return None
@@ -491,6 +498,7 @@ MODEL_CHECKS: dict[str, Callable[[CompileOptions, About], str | None]] = {
     "enable_lora": _enable_lora_of,
     "enable_prompt_embeds": _enable_prompt_embeds_of,
     "media": _media,
+    "quantize_encoders": _quantize_encoders,
     "calibrated": _calibrated,
     "decoder start": _decoder_start,
     "experts": _experts,

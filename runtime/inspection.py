@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from llmc.artifacts.manifest import DTYPE_BYTES, Chip, Manifest
+from llmc.artifacts.manifest import (
+    DTYPE_BYTES,
+    AudioEncoderProgram,
+    ImageEncoderProgram,
+    Manifest,
+    WeightForm,
+)
 
 # Memory of common GPUs in bytes, the fraction to use, and what a step takes of it.
 _GPUS = {"L4, RTX 4090 (24 GB)": 24e9, "A100 (40 GB)": 40e9, "L40S (48 GB)": 48e9,
@@ -12,10 +19,10 @@ _GPUS = {"L4, RTX 4090 (24 GB)": 24e9, "A100 (40 GB)": 40e9, "L40S (48 GB)": 48e
 _USED, _STEP_BYTES = 0.9, 1e9
 
 
-def _count_schemes(chip: Chip) -> dict[str, int]:
+def _count_schemes(quantization: Mapping[str, WeightForm]) -> dict[str, int]:
     """Number of weights of each quantization scheme."""
     counts: dict[str, int] = {}
-    for scheme in chip.quantization.values():
+    for scheme in quantization.values():
         name = f"{scheme.dtype}, groups of {scheme.group_size}"
         if scheme.activation_dtype:
             name += f", activations {scheme.activation_dtype}"
@@ -25,6 +32,13 @@ def _count_schemes(chip: Chip) -> dict[str, int]:
             name += f" in groups of {scheme.activation_group_size}"
         counts[name] = counts.get(name, 0) + 1
     return dict(sorted(counts.items()))
+
+
+def _media_encoder(program: AudioEncoderProgram | ImageEncoderProgram | None) -> \
+        dict[str, Any] | None:
+    """The entry of an encoder, with the number of weights of each quantization scheme."""
+    return None if program is None else {
+        **program.model_dump(), "quantization": _count_schemes(program.quantization)}
 
 
 def summarize(manifest: Manifest, batch_size: int = 1) -> dict[str, Any]:
@@ -56,7 +70,7 @@ def summarize(manifest: Manifest, batch_size: int = 1) -> dict[str, Any]:
             "num_heads": chip.num_heads[0] if chip.num_heads else 0,
             "num_kv_heads": chip.cache[0].num_kv_heads if chip.cache else 0,
             "steps": len(chip.all_steps),
-            "quantization": _count_schemes(chip),
+            "quantization": _count_schemes(chip.quantization),
             "file_bytes": sum(f.size for f in manifest.files if f.path.startswith(f"{chip.path}/")),
         })
     tokens = {}
@@ -68,8 +82,7 @@ def summarize(manifest: Manifest, batch_size: int = 1) -> dict[str, Any]:
         "source": manifest.source.model_dump(), "dims": manifest.dims.model_dump(),
         "encoder": manifest.encoder.model_dump() if manifest.encoder else None,
         "draft": manifest.draft.model_dump() if manifest.draft else None,
-        "image": manifest.image.model_dump() if manifest.image else None,
-        "audio": manifest.audio.model_dump() if manifest.audio else None,
+        "image": _media_encoder(manifest.image), "audio": _media_encoder(manifest.audio),
         "pooling": manifest.pooling.model_dump() if manifest.pooling else None,
         "dtype": manifest.dtype, "tp_size": manifest.tp_size, "target": manifest.target.kind,
         "llmc_version": manifest.llmc_version, "ops": manifest.ops, "chips": chips,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from llmc.runtime.multimodal.messages import user_message
 from llmc.runtime.prompts import Prompt, read_token_ids
 from llmc.runtime.sampling.params import FIELDS, SamplingParams
 
-_PROMPTS = ("prompt", "token_ids", "messages")
+PROMPT_KEYS = ("prompt", "token_ids", "messages")
 _EXAMPLES = {"images": "a.png", "audio": "a.wav"}  # files by the key of a request
+MEDIA_KEYS = tuple(_EXAMPLES)
 _FIELDS = tuple(field.name for field in FIELDS)
-_KEYS = (*_PROMPTS, *_EXAMPLES, "id", "adapter", *_FIELDS)
+_KEYS = (*PROMPT_KEYS, *MEDIA_KEYS, "id", "adapter", *_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -147,17 +148,12 @@ def _read_request(llm: LLM, request: dict[str, Any], defaults: SamplingParams, c
     unknown = next((key for key in request if key not in _KEYS), None)
     if unknown is not None:
         raise LlmcError(f"'{unknown}' is not a key of a request; there are: {', '.join(_KEYS)}")
-    kinds = [kind for kind in _PROMPTS if kind in request]
-    if len(kinds) != 1:
-        raise LlmcError(f"a request has one of {', '.join(_PROMPTS)}, not "
-                        f"{' and '.join(kinds) or 'none'}")
     fields = {key: value for key, value in request.items() if key in _FIELDS}
     if isinstance(fields.get("logit_bias"), dict):
         fields["logit_bias"] = {_token_id(key): bias
                                 for key, bias in fields["logit_bias"].items()}
     params = dataclasses.replace(defaults, **fields)
-    prompt = _prompt(llm, kinds[0], request[kinds[0]],
-                     {own: request.get(own, ()) for own in _EXAMPLES}, chat)
+    prompt = read_prompt(llm, request, chat)
     llm.stream([prompt], params, adapter=[adapter])  # validates the request without running it
     return prompt, params
 
@@ -169,12 +165,21 @@ def _token_id(key: str) -> int:
     return int(key)
 
 
-def _prompt(llm: LLM, kind: str, value: Any, media: dict[str, Any], chat: bool) -> Prompt:
-    """Return what the model gets.
+def read_prompt(llm: LLM, request: Mapping[str, Any], chat: bool) -> Prompt:
+    """Read the prompt of a request; see `read_requests`.
 
     Args:
-        media: `images` and `audio` of `prompt` or `token_ids`, paths or data: URLs.
+        chat: put its `prompt` into the model's chat template.
+
+    Raises:
+        LlmcError: a key is missing or of the wrong type, or an image or audio clip is invalid.
     """
+    kinds = [kind for kind in PROMPT_KEYS if kind in request]
+    if len(kinds) != 1:
+        raise LlmcError(f"a request has one of {', '.join(PROMPT_KEYS)}, not "
+                        f"{' and '.join(kinds) or 'none'}")
+    kind, value = kinds[0], request[kinds[0]]
+    media: dict[str, Any] = {own: request.get(own, ()) for own in MEDIA_KEYS}
     for name, own in media.items():
         if not isinstance(own, list | tuple) or not all(isinstance(each, str) for each in own):
             raise LlmcError(f'{name} is not a list of paths or data: URLs like '

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import families
 import numpy as np
+import soundfile
 import torch
 from processor_checkpoints import FAMILIES, speech_of, write_checkpoint
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
@@ -76,3 +78,10 @@ def clips(count: int = 3, longer: float = 0.0) -> list[np.ndarray]:
         longer: seconds that each is longer.
     """
     return [speech_of(seconds + longer) for seconds in SECONDS[:count]]
+
+
+def hours() -> bytes:
+    """A small file of three hours of silence."""
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros(3 * 3600 * 1000, np.int16), 1000, format="FLAC")
+    return file.getvalue()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from multimodal_models import tiny_model
+from multimodal_models import TEXTS, tiny_model
 from PIL import Image
 from processor_checkpoints import FAMILIES, image_of, write_checkpoint
 from transformers.models.mllama import processing_mllama
@@ -28,6 +28,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smolvlm": ("smolvlm", {"image_size": 128, "patch_size": 32}),
     # Tokens of an image, or of the whole prompt, see each other.
     "gemma3": ("gemma3", {"image_size": 224, "patch_size": 14}),
+    "gemma4": ("gemma4", {"patch_size": 16, "position_embedding_size": 64}),
+    "gemma4_large": ("gemma4", {"patch_size": 16, "position_embedding_size": 64}),
     "paligemma": ("paligemma", {"image_size": 56, "patch_size": 14}),
     "paligemma2": ("paligemma", {"image_size": 56, "patch_size": 14}),
     "mistral3": ("pixtral", {"image_size": 400, "patch_size": 14}),
@@ -79,9 +81,14 @@ def write_model(name: str, directory: Path, **text: Any) -> torch.nn.Module:
     tokenizer = write_checkpoint(FAMILIES[processor], directory)
     row = tokenizer.token_to_id(FAMILIES[processor].row)
     known = json.loads((directory / "config.json").read_text())
-    model = tiny_model(name, row, {"vocab_size": tokenizer.get_vocab_size(),
-                                   "max_position_embeddings": 2048, **text},
-                       WHOLES.get(name, {}), **vision)
+    whole = dict(WHOLES.get(name, {}))
+    if "audio_token" in FAMILIES[processor].tokens:
+        whole["audio_token_id"] = tokenizer.token_to_id(FAMILIES[processor].tokens["audio_token"])
+    sizes = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 2048}
+    if TEXTS[name].get("hidden_size_per_layer_input"):
+        sizes["vocab_size_per_layer_input"] = tokenizer.get_vocab_size()
+    model = tiny_model(name, row, {**sizes, **text},
+                       whole, **vision)
     model.save_pretrained(directory)
     config = json.loads((directory / "config.json").read_text())
     assert config.get("image_token_id", config.get("image_token_index")) == row, known
@@ -121,8 +128,8 @@ def attended(arrays, ids, token):
     return {**given, "cross_attention_mask": torch.from_numpy(mask)}
 
 
-def expected(model, prompt, token, count=10):
-    """Greedy tokens and their log-probabilities by transformers; `token` is that of rows."""
+def inputs_of(model, prompt, token):
+    """Inputs of transformers' model; `token` is that of rows."""
     arrays = [own.item.arrays for own in prompt.ranges]
     ids = torch.tensor([prompt.token_ids])
     if "cross_attention_mask" in inspect.signature(model.forward).parameters:
@@ -137,20 +144,42 @@ def expected(model, prompt, token, count=10):
              if given and name in inspect.signature(model.forward).parameters}
     if model.config.model_type == "paligemma":  # types of the prompt and of a suffix
         kinds = {name: torch.zeros_like(types) for name, types in kinds.items()}
+    return {"input_ids": ids, **given, **kinds}
+
+
+def expected(model, prompt, token, count=10):
+    """Greedy tokens and their log-probabilities by transformers; `token` is that of rows."""
     with torch.no_grad():
-        made = model.generate(ids, **given, **kinds, max_new_tokens=count, do_sample=False,
-                              eos_token_id=None, pad_token_id=0, output_logits=True,
-                              return_dict_in_generate=True)
-    return made.sequences[0, ids.shape[1]:].tolist(), \
+        made = model.generate(**inputs_of(model, prompt, token), max_new_tokens=count,
+                              do_sample=False, eos_token_id=None, pad_token_id=0,
+                              output_logits=True, return_dict_in_generate=True)
+    return made.sequences[0, len(prompt.token_ids):].tolist(), \
         [float(logits[0].double().log_softmax(-1).max()) for logits in made.logits]
+
+
+def row_token(llm):
+    """Token id of an image's rows."""
+    inputs = llm.processor.description.image
+    return inputs.placeholder_id if inputs.row_token_id is None else inputs.row_token_id
+
+
+def assert_scores(model, llm, prompt, completion):
+    """The log-probabilities of a prompt's tokens are transformers'; its rows have none."""
+    read = llm.media_prompt(prompt["prompt"], images=prompt["images"])
+    with torch.no_grad():
+        logits = model(**inputs_of(model, read, row_token(llm))).logits[0].double()
+    rows = {int(at) for own in read.ranges for at in own.positions}
+    scores = logits.log_softmax(-1)
+    assert len(completion.prompt_logprobs) == len(read.token_ids)
+    for at, own in enumerate(completion.prompt_logprobs):
+        assert (own is None) == (at == 0 or at in rows)
+        assert own is None or abs(own.chosen - scores[at - 1, read.token_ids[at]]) < 1e-4
 
 
 def assert_generates(model, llm, prompt, completion, tolerance=1e-4):
     """As transformers does; `prompt` has `prompt` and `images`."""
-    inputs = llm.processor.description.image
-    token = inputs.placeholder_id if inputs.row_token_id is None else inputs.row_token_id
     read = llm.media_prompt(prompt["prompt"], images=prompt["images"])
-    tokens, logprobs = expected(model, read, token, len(completion.token_ids))
+    tokens, logprobs = expected(model, read, row_token(llm), len(completion.token_ids))
     assert list(completion.token_ids) == tokens
     assert [own.chosen for own in completion.logprobs] == pytest.approx(logprobs, abs=tolerance)
 

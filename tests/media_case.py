@@ -4,6 +4,7 @@ import base64
 import dataclasses
 from io import BytesIO
 
+import numpy as np
 from multimodal_models import tiny_model
 from PIL import Image
 from processor_checkpoints import FAMILIES, write_checkpoint
@@ -46,3 +47,34 @@ def picture(color="red", size=(40, 30)):
 
 def data_url(data, kind="image/png"):
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def header(width, height):
+    """Return a PNG file whose header claims this size."""
+    data = bytearray(picture())
+    data[16:24] = width.to_bytes(4, "big") + height.to_bytes(4, "big")
+    return bytes(data)
+
+
+def _turned():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return exif
+
+
+_RED = Image.new("RGB", (40, 30), "red")
+# Files by name, with a part of the error.
+BAD_PICTURES = {
+    "none": (b"no picture", "10 bytes are no image"), "empty": (b"", "0 bytes are no image"),
+    "truncated": (picture(size=(90, 90))[:100], "the image cannot be decoded"),
+    "0 pixels": (header(0, 5), ""),
+    "100,000 a side": (encoded(Image.new("1", (100_000, 1))), "the image has 100000 x 1 pixels"),
+    "a bomb": (encoded(Image.new("1", (9000, 9000))), "the image has 9000 x 9000 pixels"),
+    "claims": (header(1 << 20, 1 << 20), "")}
+UNUSUAL_PICTURES = {
+    "turned by EXIF": encoded(_RED, "JPEG", exif=_turned()),
+    "alpha": encoded(Image.new("RGBA", (40, 30), (9, 9, 9, 0))),
+    "CMYK": encoded(Image.new("CMYK", (40, 30)), "TIFF"),
+    "16 bits": encoded(Image.fromarray(np.full((3, 2), 0x80FF, np.uint16))),
+    "animated": encoded(_RED, "GIF", save_all=True, append_images=[_RED]),
+    "WebP": encoded(_RED, "WEBP")}

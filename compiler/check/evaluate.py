@@ -68,14 +68,31 @@ class Summary:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """The answers to a line's prompt; `transformers` is None without a reference.
+
+    Args:
+        line: number of the line, from 1.
+        expected: answers of the line.
+    """
+
+    line: int
+    expected: tuple[str, ...]
+    llmc: str
+    transformers: str | None
+
+
+@dataclass(frozen=True)
 class EvalReport:
     """The result of an evaluation.
 
     Attributes:
-        count: number of scored tokens, of articles, of pairs, or of queries.
+        count: number of scored tokens, of articles, of answers, of pairs, or of queries.
         summaries: the summaries of articles.
         verdict: None if every difference is within tolerance.
         kept: number of tokens with the reference's top-1 prediction, and number compared.
+        answers: the answers to prompts.
+        failures: reasons of lines that were left out.
     """
 
     task: str
@@ -88,6 +105,8 @@ class EvalReport:
     summaries: tuple[Summary, ...]
     verdict: str | None
     kept: tuple[int, int] | None = None
+    answers: tuple[Answer, ...] = ()
+    failures: tuple[str, ...] = ()
 
 
 def quiet(phase: str, done: int, total: int) -> None:
@@ -125,7 +144,7 @@ def perplexity(case_dir: str | Path, *, data: str | Path | None = None,
     progress("load llmc", 0, 1)
     with LLM(case_dir, device=device, max_batch_size=1) as llm:
         dims = llm.manifest.dims
-        allowed = reference_tolerance(tolerance, hf_dir, _perplexity_tolerance(llm.manifest))
+        allowed = reference_tolerance(tolerance, hf_dir, perplexity_tolerance(llm.manifest))
         if max_length is None:
             max_length = min(_MAX_LENGTH, dims.max_seq_len)
         if not 2 <= max_length <= dims.max_seq_len:
@@ -148,7 +167,7 @@ def perplexity(case_dir: str | Path, *, data: str | Path | None = None,
         from llmc.compiler.check.reference import reference_logits
 
         progress("load transformers", 0, 1)
-        model = _load_reference(hf_dir, dims.vocab_size, case_dir)
+        model = load_matching_reference(hf_dir, dims.vocab_size, case_dir)
         theirs, expected = _perplexity(lambda tokens: reference_logits(model, tokens), ids, windows,
                                        lambda done: progress("transformers", done, len(windows)))
         total = min(_CHOICES, len(expected))
@@ -159,7 +178,8 @@ def perplexity(case_dir: str | Path, *, data: str | Path | None = None,
                       verdict([score], allowed), kept)
 
 
-def _perplexity_tolerance(manifest: Manifest) -> float:
+def perplexity_tolerance(manifest: Manifest) -> float:
+    """Return the largest relative difference from transformers' perplexity."""
     known = PERPLEXITY_TOLERANCES[manifest.dtype]
     bits = [CODE_TYPES[dtype].precision for dtype in manifest.quantization or ()]
     return max([known, *(_QUANTIZED_TOLERANCES[number] for number in bits)])
@@ -222,7 +242,7 @@ def summarize(case_dir: str | Path, *, data: str | Path | None = None,
         from llmc.compiler.check.reference import reference_greedy
 
         progress("load transformers", 0, 1)
-        model = _load_reference(hf_dir, manifest.dims.vocab_size, case_dir)
+        model = load_matching_reference(hf_dir, manifest.dims.vocab_size, case_dir)
         theirs = []
         for prompt in prompts:
             greedy = reference_greedy(model, prompt, max_tokens, manifest.tokenizer.eos_token_ids)
@@ -385,10 +405,20 @@ def _sentences(text: str) -> str:
     return re.sub(r"(?<=[.!?])\s+", "\n", text.strip())
 
 
-def _load_reference(hf_dir: str | Path, vocab_size: int, case_dir: str | Path) -> Model:
+def load_matching_reference(hf_dir: str | Path, vocab_size: int, case_dir: str | Path,
+                            takes_media: bool = False) -> Model:
+    """Load the original of a case directory by transformers.
+
+    Args:
+        vocab_size: that of the case directory.
+        takes_media: load its encoders of images and audio, too.
+
+    Raises:
+        LlmcError: transformers cannot load it, or it is another model.
+    """
     from llmc.compiler.check.reference import load_reference
 
-    model = load_reference(hf_dir)
+    model = load_reference(hf_dir, takes_media=takes_media)
     size = model.config.get_text_config().vocab_size
     if size != vocab_size:
         raise LlmcError(f"'{hf_dir}' has vocabulary size {size}, '{case_dir}' has {vocab_size}; "
@@ -411,13 +441,17 @@ def print_report(report: EvalReport) -> None:
         table.add_row(*row)
     console.print(table)
     unit = {"perplexity": "tokens", "summarize": "articles", "similarity": "pairs",
-            "retrieval": "queries"}[report.task]
+            "retrieval": "queries", "answers": "answers"}[report.task]
     console.print(f"{report.count} {unit} of {Path(report.data).name}")
     if report.kept is not None:
         console.print(f"{report.kept[0]} of the first {report.kept[1]} tokens have transformers' "
                       f"top-1 prediction")
-    if compared and report.summaries:
-        equal = sum(summary.llmc == summary.transformers for summary in report.summaries)
-        console.print(f"{equal} of {report.count} summaries are equal")
+    texts = report.summaries or report.answers
+    if compared and texts:
+        equal = sum(own.llmc == own.transformers for own in texts)
+        console.print(f"{equal} of {report.count} {'summaries' if report.summaries else 'answers'} "
+                      f"are equal")
+    for failure in report.failures:
+        console.print(failure, markup=False)
     if compared:
         console.print(report.verdict or f"within tolerance {report.tolerance:g}")

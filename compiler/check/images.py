@@ -20,10 +20,12 @@ from llmc.runtime.core.input_embeds import InputEmbeds
 from llmc.runtime.core.request import InputProcessor
 from llmc.runtime.engines.cuda_image_encoder import load_image_encoder
 from llmc.runtime.engines.image_encoder import ImageEncoder
+from llmc.runtime.multimodal.items import PLURALS
 from llmc.runtime.multimodal.rotary_positions import positions_of_items
 from llmc.runtime.prompts import MediaPrompt
 
 _ENCODER_THREADS = 2
+ROWS = "rows of image"  # start of names of rows
 # Inputs of some models: 1 at the tokens of images.
 _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 
@@ -39,7 +41,7 @@ def compiled_values(manifest: Manifest, root: Path, prompt: MediaPrompt, run: Ru
     """
     encoder = load_image_encoder(manifest, root, _ENCODER_THREADS, device=0) \
         if manifest.target.spec.gpu else ImageEncoder(manifest, root, _ENCODER_THREADS)
-    encoded = [encoder.encode(own.item.arrays) for own in prompt.ranges]
+    encoded = [encoder.encode(own.item) for own in prompt.ranges]
     embeds, *deep = np.concatenate(encoded, axis=1)
     embed_ids = np.full(len(prompt), -1, np.int32)
     embed_ids[_positions(prompt)] = np.arange(len(embeds))
@@ -72,9 +74,9 @@ def original_values(reference: str | Path, prompt: MediaPrompt, kind: Bidirectio
     Raises:
         LlmcError: transformers cannot load the model, or run the prompt.
     """
-    model = load_reference(reference, dtype, takes_images=True)
+    model = load_reference(reference, dtype, takes_media=True)
     items = [own.item.arrays for own in prompt.ranges]
-    arrays = _joined(items) | _token_types(model, prompt, kind)
+    arrays = media_arrays(model, prompt, kind)
     try:
         rows = {name: own for index, each in enumerate(items)
                 for name, own in _named(index, reference_rows(model, each)).items()}
@@ -103,12 +105,27 @@ def read_prompt(manifest: Manifest, root: Path, text: str | None, images: Sequen
     if manifest.memory:
         raise LlmcError(f"--image is not supported for '{manifest.source.architecture}', whose "
                         f"layers attend to images; compare texts alone, without --image")
-    if manifest.quantization:
-        raise LlmcError("--image is not supported for a model with quantized weights; leave it out")
     reader = InputProcessor(manifest, root, 1)
     placeholder = reader.require_processor().placeholders["image"]
     return reader.media_prompt("\n".join([placeholder] * len(images)) if text is None else text,
                                images, (), add_special_tokens=True)
+
+
+def media_arrays(model: Model, prompt: MediaPrompt, kind: Bidirectional | None) -> Values:
+    """Inputs of transformers' model for the images and audio clips of a prompt.
+
+    Args:
+        kind: tokens that see each other.
+
+    Raises:
+        LlmcError: images of the prompt have different sizes.
+    """
+    arrays = Values()
+    for modality in PLURALS:
+        items = [own.item.arrays for own in prompt.ranges if own.item.modality == modality]
+        if items:
+            arrays |= _joined(items)
+    return arrays | _token_types(model, prompt, kind)
 
 
 def _positions(prompt: MediaPrompt) -> np.ndarray:
@@ -118,7 +135,7 @@ def _positions(prompt: MediaPrompt) -> np.ndarray:
 
 def _named(index: int, rows: Iterable[np.ndarray]) -> Values:
     """Rows of an image, and those of deep layers, by name."""
-    return {f"rows of image {index}" + (f", deep layer {layer - 1}" if layer else ""): own
+    return {f"{ROWS} {index}" + (f", deep layer {layer - 1}" if layer else ""): own
             for layer, own in enumerate(rows)}
 
 
@@ -128,7 +145,9 @@ def _token_types(model: Model, prompt: MediaPrompt, kind: Bidirectional | None) 
     Of a prompt whose tokens all see each other, they are 0.
     """
     types = np.zeros((1, len(prompt)), np.int64)
-    types[0, _positions(prompt)] = kind != "prompt"
+    for own in prompt.ranges:
+        if own.item.modality == "image":
+            types[0, own.positions] = kind != "prompt"
     return {name: types for name in _TOKEN_TYPES
             if name in inspect.signature(model.forward).parameters}
 

@@ -16,17 +16,17 @@ from llmc.errors import LlmcError, reason_of
 Model = Any  # a torch module of transformers
 
 
-def load_reference(model: str | Path, dtype: str = "float32", takes_images: bool = False) -> Model:
+def load_reference(model: str | Path, dtype: str = "float32", takes_media: bool = False) -> Model:
     """Load a Hugging Face directory, hub id or .gguf file as a torch module in `dtype`.
 
     Args:
-        takes_images: load its image encoder, too.
+        takes_media: load its encoders of images and audio, too.
 
     Raises:
         LlmcError: the model does not exist, or transformers cannot load it.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForMultimodalLM
 
     from llmc.compiler.frontend.checkpoint import read_json
     from llmc.compiler.frontend.parts import causal_lm_class
@@ -40,7 +40,7 @@ def load_reference(model: str | Path, dtype: str = "float32", takes_images: bool
     try:
         config = AutoConfig.from_pretrained(**source)
         # Falcon's eager attention adds ALiBi twice.
-        kind = AutoModelForImageTextToText if takes_images else causal_lm_class(config)
+        kind = AutoModelForMultimodalLM if takes_media else causal_lm_class(config)
         return kind.from_pretrained(
             **source, dtype=getattr(torch, dtype),
             attn_implementation="sdpa" if getattr(config, "alibi", False) else "eager").eval()
@@ -51,12 +51,17 @@ def load_reference(model: str | Path, dtype: str = "float32", takes_images: bool
             if method else "")) from error
 
 
-def reference_logits(model: Model, ids: Sequence[int]) -> np.ndarray:
-    """Compute logits float32 [num_tokens, vocab_size] in one pass without a KV cache."""
+def reference_logits(model: Model, ids: Sequence[int],
+                     media: Mapping[str, np.ndarray] | None = None) -> np.ndarray:
+    """Compute logits float32 [num_tokens, vocab_size] in one pass without a KV cache.
+
+    `media` is what the model's processor gives for its images and audio clips.
+    """
     import torch
 
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False,
+                       **_tensors(model, media or {})).logits[0]
         return np.asarray(logits.float().numpy())
 
 
@@ -150,8 +155,12 @@ class Greedy:
 
 
 def reference_greedy(model: Model, prompt: Sequence[int], max_tokens: int,
-                     eos_token_ids: Sequence[int] = ()) -> Greedy:
-    """Generate greedy tokens, ignoring the model's generation_config, such as penalties."""
+                     eos_token_ids: Sequence[int] = (),
+                     media: Mapping[str, np.ndarray] | None = None) -> Greedy:
+    """Generate greedy tokens, ignoring the model's generation_config, such as penalties.
+
+    `media` is what the model's processor gives for its images and audio clips.
+    """
     import torch
     from transformers import GenerationConfig
 
@@ -161,6 +170,7 @@ def reference_greedy(model: Model, prompt: Sequence[int], max_tokens: int,
     ids = torch.tensor([list(prompt)])
     with torch.no_grad():
         out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids),
-                             output_logits=True, return_dict_in_generate=True)
+                             **_tensors(model, media or {}), output_logits=True,
+                             return_dict_in_generate=True)
     return Greedy(tuple(out.sequences[0, len(prompt):].tolist()),
                   np.stack([step[0].float().numpy() for step in out.logits]))

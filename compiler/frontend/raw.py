@@ -100,6 +100,7 @@ class RawImageEncoder:
             `POSITION_IDS`; None: it has one position of each token.
         bidirectional: tokens of the language model that see each other; see `ImageEncoderProgram`.
         token_id: token id that the language model reads at positions of rows; None: the prompt's.
+        padded: whether an image has fewer rows than the encoder gives, which are the first ones.
         samples: its inputs for images of several sizes.
         attended: rows that layers of the language model attend to; None: rows of the prompt.
     """
@@ -109,6 +110,7 @@ class RawImageEncoder:
     grid: PositionGrid | None = None
     bidirectional: Bidirectional | None = None
     token_id: int | None = None
+    padded: bool = False
     samples: tuple[ImageSample, ...] = ()
     attended: AttendedRows | None = None
 

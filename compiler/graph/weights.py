@@ -81,6 +81,11 @@ class Weight(LazyValues):
                                    for form in (source.stored, source.unrounded)
                                    if form is not None and form.activation_dtype), None)
 
+    def set_origin(self, origin: Origin) -> None:
+        """Set the origin, which weights computed from this one before do not have."""
+        self.origin = origin
+        self._transposed, self._padded, self._cast = None, {}, {}
+
     def without_form(self) -> Weight:
         """The same values without the storage format."""
         return self._derived(self.shape, self.dtype, self._rows, origin=self.origin)

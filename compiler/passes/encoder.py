@@ -41,6 +41,9 @@ from llmc.compiler.options import LANGUAGE_MODEL_ONLY
 from llmc.compiler.passes.packing import token_table
 from llmc.errors import LlmcError
 
+# Of tensors of a quantized weight; see `WeightForm`.
+_STORED_SUFFIXES = ("_scale", "_zero", "_min", "_blocks")
+
 
 def share_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
     """Pad weights that an encoder or draft model shares as they are padded in the model."""
@@ -78,9 +81,16 @@ def name_media_weights(graphs: Sequence[gs.Graph], encoder: gs.Graph, kind: str)
         kind: image or audio.
     """
     known = {name for graph in graphs for name in _weights(graph)}
-    for tensor in _weights(encoder).values():
-        while tensor.name in known:
-            tensor.name = f"{kind}.{tensor.name}"
+    own = _weights(encoder)
+    stored: dict[str, list[gs.Constant]] = {}  # by name of the weight, with its scales and others
+    for name, tensor in own.items():
+        weight = next((name.removesuffix(suffix) for suffix in _STORED_SUFFIXES if name.endswith(
+            suffix) and name.removesuffix(suffix) in own), name)
+        stored.setdefault(weight, []).append(tensor)
+    for parts in stored.values():
+        while any(tensor.name in known for tensor in parts):
+            for tensor in parts:
+                tensor.name = f"{kind}.{tensor.name}"
 
 
 def _weights(graph: gs.Graph) -> dict[str, gs.Constant]:

@@ -231,4 +231,4 @@ def name_origins(graph: gs.Graph) -> None:
     for tensor in graph.tensors().values():
         values = tensor._values if isinstance(tensor, gs.Constant) else None
         if isinstance(values, Weight) and len(values.shape) == 2:
-            values.origin = Origin.of(tensor.name, values.shape)
+            values.set_origin(Origin.of(tensor.name, values.shape))

@@ -24,11 +24,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT
 from llmc.compiler.graph.rewrite import (
     NoMatch,
     Report,
     Settings,
     arranged,
+    is_llmc,
     is_op,
     op_of,
     operands,
@@ -96,6 +98,41 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
         known = _forms(node, weights, scheme, settings, report, done)
         if known is not None:
             _store(owner, node, known, settings, report)
+
+
+def quantize_encoder(graph: gs.Graph, settings: Settings, report: Report) -> None:
+    """Quantize the linear layers of an encoder of images or audio by `--quantize_encoders`.
+
+    Layers of the encoder's inputs, which are patch embeddings, are not quantized.
+
+    Raises:
+        LlmcError: a weight cannot be quantized as requested.
+    """
+    if settings.options.encoder_scheme is None:
+        return
+    settings = replace(settings, options=replace(
+        settings.options, quantize=settings.options.quantize_encoders, group_size=0,
+        quantize_activations=False, calibrate=None))
+    done: dict[int, _QuantizedWeight] = {}
+    for node in list(graph.nodes):
+        op = op_of(node)
+        if op is None or not op.quantized or not is_rounded(node) or _reads_inputs(node):
+            continue
+        weights = [values_of(operands(node)[role.weight]) for role in op.quantized]
+        known = _forms(node, weights, settings.options.scheme, settings, report, done)
+        if known is not None:
+            _store(graph, node, known, settings, report)
+
+
+def _reads_inputs(node: gs.Node) -> bool:
+    """Whether a node reads the graph's inputs, apart from their layout and elementwise ops."""
+    tensor = node.inputs[0]
+    while tensor.inputs and not is_llmc(tensor.inputs[0]):
+        above = tensor.inputs[0]
+        if above.op not in LAYOUT | ELEMENTWISE:
+            return False
+        tensor = above.inputs[0]
+    return not tensor.inputs
 
 
 def _forms(node: gs.Node, weights: Sequence[Weight], scheme: Scheme | None, settings: Settings,

@@ -74,6 +74,10 @@ def inspect_command(directory: Path | None, case_dir: Path | None, verify: bool,
         if chip["quantization"]:
             console.print(f"chip {chip['rank']}, quantized weights: " + "; ".join(
                 f"{count} in {form}" for form, count in chip["quantization"].items()))
+    for kind in manifest.media:
+        if summary[kind]["quantization"]:
+            console.print(f"{kind} encoder, quantized weights: " + "; ".join(
+                f"{count} in {form}" for form, count in summary[kind]["quantization"].items()))
     if summary["cache_tokens"]:
         console.print("KV cache capacity in tokens, approximate: " + "; ".join(
             f"{name} {count:,}" if count else f"{name} none: the weights do not fit"

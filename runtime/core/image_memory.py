@@ -68,6 +68,11 @@ class PromptMemory:
         after = bisect_right(self._starts, position)
         return self._starts[after] if after < len(self._starts) else None
 
+    @property
+    def positions(self) -> list[int]:
+        """Positions of the tokens of images."""
+        return [view.start for view in self.views if view.seen]
+
     @cached_property
     def key(self) -> bytes:
         """Bytes that identify the rows; empty without images."""

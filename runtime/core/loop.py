@@ -477,7 +477,9 @@ class Loop:
             source = request.encoder_input if self._encodes else None
             prompt, key = list(request.prompt), call.scheduling.salt + request.key(self._encodes)
             count = request.params.prompt_logprobs
-            scores = None if count is None else PromptScores(prompt, count)
+            rows = request.embeds.positions.tolist() if request.embeds is not None else \
+                request.memory.positions if request.memory is not None else ()
+            scores = None if count is None else PromptScores(prompt, count, rows)
             for sample in call.samples(request):
                 yield self._sequence(call, request, number, sample, prompt, key, source, scores)
 

@@ -78,8 +78,8 @@ class Completion:
         logprobs: log-probabilities of each token, with `SamplingParams.logprobs`.
         cumulative_logprob: sum of the sampled tokens' log-probabilities, with
             `SamplingParams.logprobs`.
-        prompt_logprobs: log-probabilities of each prompt token, None for the first, with
-            `SamplingParams.prompt_logprobs`.
+        prompt_logprobs: log-probabilities of each prompt token, None for the first and for rows of
+            images or audio, with `SamplingParams.prompt_logprobs`.
         accepted_prediction_tokens, rejected_prediction_tokens: tokens drafted from
             `SamplingParams.prediction` that are part of the completion, and that are not.
     """
@@ -548,13 +548,13 @@ class InputProcessor:
         """
         for own in prompt.ranges:
             self._check_item(own.item)
-        if params.prompt_logprobs is not None:
-            raise LlmcError("prompt_logprobs is given for a prompt with images or audio, whose "
-                            "rows are no tokens; leave it out")
         self.check_tokens(prompt.token_ids)
         image, ids = self.manifest.image, array("i", prompt.token_ids)
         embeds = InputEmbeds.of_items(prompt.ranges, self._rotary(prompt))
         if image is not None and any(own.item.modality == "image" for own in prompt.ranges):
+            if image.bidirectional == "prompt" and params.prompt_logprobs is not None:
+                raise LlmcError("prompt_logprobs is given for a prompt whose tokens all see each "
+                                "other, so that none is predicted; leave it out")
             embeds = embeds.seen_together(image.bidirectional, ids)
         if image is None or image.token_id is None:
             return ids, ids, embeds

@@ -236,7 +236,7 @@ class _StepRow:
     tokens: list[int]
     past: int
     samples: bool
-    scored: range = range(0)  # positions
+    scored: abc.Sequence[int] = ()  # positions
     drafts: int = 0  # the last of its tokens
     unread: int = 0  # drafts of its steps in flight
     uncommitted: int = 0  # the first of its tokens
@@ -601,7 +601,8 @@ class Scheduler:
                         - sequence.computed)
         if sequence.scores is None:
             return count
-        return sequence.scores.fit(sequence.computed, count, self._score_room)
+        count = sequence.scores.fit(sequence.computed, count, self._score_room)
+        return self._whole_ranges(sequence, count, 0)
 
     def _whole_ranges(self, sequence: Sequence, count: int, room: int) -> int:
         """Change `count` new tokens, so that they end within no range whose tokens see each other.
@@ -1195,7 +1196,7 @@ class Scheduler:
                     zip(sequence.slots, sequence.tables, sequence.beams, strict=True)]
         tokens = sequence.between(past, past + count) if past < sequence.known else [LAST]
         drafts = [] if sequence.drafts is None else sequence.drafts.pending
-        scored = range(0) if sequence.scores is None else \
+        scored: abc.Sequence[int] = () if sequence.scores is None else \
             sequence.scores.schedule(past, past + count)
         return [_StepRow(sequence, sequence.slots[0], sequence.tables[0], tokens + drafts, past,
                          past + count >= sequence.known, scored, len(drafts),
@@ -1379,7 +1380,7 @@ def _scored(step_rows: abc.Sequence[_StepRow]) -> \
     for row in step_rows:
         scores, scored = row.sequence.scores, row.scored
         if scores is not None and scored:
-            rows.append(np.arange(scored.start, scored.stop) + (start - row.past))
+            rows.append(np.array(scored, np.int64) + (start - row.past))
             targets += scores.targets(scored)
             owners.append((scores, len(scored)))
         start += len(row.tokens)

@@ -18,7 +18,7 @@ from llmc.artifacts.vision_input import UNREAD
 from llmc.errors import LlmcError
 from llmc.runtime.engines import cpu_sessions
 from llmc.runtime.multimodal import vision_inputs
-from llmc.runtime.multimodal.items import Modality
+from llmc.runtime.multimodal.items import MediaItem, Modality
 
 
 class MediaEncoder:
@@ -39,6 +39,7 @@ class MediaEncoder:
 
     def __init__(self, manifest: Manifest, case_dir: Path, kind: Modality, threads: int) -> None:
         self._program, self._kind = manifest.media[kind], kind
+        self._attended = manifest.memory.num_rows if manifest.memory else None
         step = self._program.steps[0]
         assert isinstance(step, GraphStep)
         self._path = step.path
@@ -48,14 +49,29 @@ class MediaEncoder:
         self.ops = {*facts["ops"]}
         self._check()
 
-    def encode(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Run the encoder on one item: [num_outputs, num_rows, width]."""
+    def encode(self, item: MediaItem) -> np.ndarray:
+        """Run the encoder on one item: [num_outputs, num_rows, width].
+
+        Raises:
+            LlmcError: it gives another number of rows than the prompt takes, or fails.
+        """
+        arrays = item.arrays
         read = {tensor.name for tensor in self._program.inputs}
         feeds = {name: array for name, array in arrays.items()
                  if name in read or name not in UNREAD}
         for own in self._program.computed if isinstance(self._program, ImageEncoderProgram) else ():
             feeds |= vision_inputs.of_arrays(own, arrays)
-        return np.stack(self._run(feeds))
+        rows = np.stack(self._run(feeds))
+        if isinstance(self._program, ImageEncoderProgram) and self._program.padded:
+            rows = rows[:, :item.num_rows]
+        if self._attended is None and rows.shape[1] != item.num_rows:
+            raise LlmcError(f"the {self._kind} encoder gives {rows.shape[1]} rows, the prompt has "
+                            f"{item.num_rows} tokens for them; compile the model with the "
+                            f"processor files that belong to its weights")
+        if self._attended not in (None, rows.shape[1]):
+            raise LlmcError(f"the {self._kind} encoder gives {rows.shape[1]} rows, "
+                            f"{MANIFEST_NAME} says {self._attended}; compile the model again")
+        return rows
 
     def _run(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """Return the rows of each output, float32 [num_rows, width]."""

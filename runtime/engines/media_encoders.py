@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from llmc.artifacts.manifest import Manifest
-from llmc.errors import LlmcError
 from llmc.runtime.core.image_memory import PromptMemory
 from llmc.runtime.core.step import EncoderInput, Step
 from llmc.runtime.engines.image_encoder import ImageEncoder, MediaEncoder
@@ -50,10 +49,6 @@ class MediaEncoders:
             del self._rows[place]
         for place, item in step.encode_media.items():
             rows = self._encode(item)
-            if rows.shape[1] != item.num_rows:
-                raise LlmcError(f"the {item.modality} encoder gives {rows.shape[1]} rows, the "
-                                f"prompt has {item.num_rows} tokens for them; compile the model "
-                                f"with the processor files that belong to its weights")
             deep = self._num_outputs - len(rows)  # audio has no rows of deep layers
             self._rows[place] = np.pad(rows, ((0, deep), (0, 0), (0, 0)))
         if not len(step.media_rows):
@@ -68,7 +63,7 @@ class MediaEncoders:
 
     def _encode(self, item: MediaItem) -> np.ndarray:
         """Rows of an item, [num_outputs, num_rows, width]."""
-        return self._encoders[item.modality].encode(item.arrays)
+        return self._encoders[item.modality].encode(item)
 
     def _fill_memory(self, step: Step) -> Step:
         """Encode the images that layers attend to, and mark tokens that are not after one."""

@@ -18,7 +18,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from llmc.artifacts.case_files import read_bounded
 from llmc.errors import LlmcError, reason_of, shown
-from llmc.runtime.multimodal.audio import MAX_RATE, MIN_RATE, Waveform, load_audio, resample
+from llmc.runtime.multimodal.audio import (
+    MAX_RATE,
+    MAX_SECONDS,
+    MIN_RATE,
+    Waveform,
+    load_audio,
+    resample,
+)
 from llmc.runtime.multimodal.feature_extractors import (
     AnyFeatureExtractor,
     GemmaAudioFeatureExtractor,
@@ -201,7 +208,8 @@ class Processor:
 
     def _features(self, inputs: AudioInputs, clip: Clip) -> Arrays:
         extractor, prompt = inputs.extractor, inputs.prompt
-        waveform = _waveform(clip, extractor.sampling_rate)
+        waveform = _waveform(clip, extractor.sampling_rate,
+                             inputs.max_samples() / extractor.sampling_rate)
         extractor.check_length(waveform, inputs.max_samples())
         if isinstance(extractor, GemmaAudioFeatureExtractor):
             features, mask = extractor.features(waveform)
@@ -305,14 +313,14 @@ class Processor:
                                 f"{PLURALS[modality]}; give one placeholder per item")
 
 
-def _waveform(clip: Clip, rate: int) -> Waveform:
-    """Return a clip as mono samples at a rate.
+def _waveform(clip: Clip, rate: int, max_seconds: float) -> Waveform:
+    """Return a clip as mono samples at a rate; decoding of a file ends after `max_seconds`.
 
     Raises:
         LlmcError: it is of another type, cannot be read, or has samples that are no numbers.
     """
     if isinstance(clip, bytes):
-        return load_audio(clip, rate)
+        return load_audio(clip, rate, min(max_seconds, MAX_SECONDS))
     samples, own = clip if isinstance(clip, tuple) and len(clip) == 2 else (clip, rate)
     if not isinstance(samples, np.ndarray) or samples.ndim != 1 or \
             not np.issubdtype(samples.dtype, np.floating):

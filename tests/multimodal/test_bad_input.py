@@ -1,4 +1,21 @@
-"""Images, audio, URLs and messages that clients must not get through, or that are unusual."""
+"""Images, audio, URLs and messages that clients must not get through, or that are unusual.
+
+Tests that show the same for prompts of the library, for `llmc run` and for the server:
+
+| input | library | `llmc run` | server |
+| --- | --- | --- | --- |
+| no picture, truncated, 0 or 100,000 pixels a side, bomb | here, 1 | 3 | 5 |
+| EXIF turned, alpha, CMYK, 16 bits, animated | here | 3 | 5 |
+| more items than the limit | no limit | no limit | 5, 6 |
+| placeholders that do not match | here, 1, 2 | 3 | 5, 6 |
+| no audio, no samples, three hours | here, 2 | 2 | 6 |
+| other rates and channels | here, 2 | | 6 |
+| a URL where none is allowed | here, 2, 4 | 2, 3 | 5, 6 |
+| others go on | 1, 2 | 3 (prompt files) | 5, 6 |
+
+1 tests/runtime/test_images.py, 2 tests/runtime/test_audio_prompts.py, 3 test_media_cli.py,
+4 test_media_prompts.py, 5 tests/server/test_media.py, 6 tests/server/test_audio_parts.py
+"""
 
 import base64
 import http.server
@@ -155,7 +172,7 @@ def test_media_are_taken_out_of_messages():
         {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}]}])
     assert [own["type"] for own in messages[0]["content"]] == ["image", "text", "audio"]
     assert [own.value for own in sources] == ["data:x", b"sound"]
-    with pytest.raises(LlmcError, match="'video'"):
+    with pytest.raises(LlmcError, match="is a video, which llmc does not support"):
         split_media([{"role": "user", "content": [{"type": "video"}]}])
 
 

@@ -6,7 +6,7 @@ import shutil
 import media_case
 import pytest
 from click.testing import CliRunner
-from media_case import ROWS, picture
+from media_case import BAD_PICTURES, ROWS, UNUSUAL_PICTURES, picture
 from safetensors.numpy import load_file, save_file
 
 from llmc import LLM, SamplingParams
@@ -45,6 +45,26 @@ def test_run_reads_pictures(case, red):
             (("--prompt_file", "a", "--image", red), "both --image and --prompt_file are given")):
         result = run("run", case, *arguments)
         assert result.exit_code == 2 and reason in result.stderr
+
+
+def test_run_refuses_bad_pictures_by_one_sentence(case, red, tmp_path):
+    given = [("https://example.com/a.png", "cannot be read (No such file or directory)")]
+    for index, (data, reason) in enumerate(BAD_PICTURES.values()):
+        (tmp_path / f"{index}.png").write_bytes(data)
+        given.append((tmp_path / f"{index}.png", f"image 1: {reason}"))
+    for path, reason in given:
+        result = run("run", case, "--prompt", "<image><image>", "--image", red, "--image", path)
+        assert result.exit_code == 2 and "Traceback" not in result.stderr
+        assert reason in result.stderr.splitlines()[-1], result.stderr
+
+
+def test_run_takes_unusual_pictures(case, tmp_path):
+    for index, data in enumerate(UNUSUAL_PICTURES.values()):
+        (tmp_path / f"{index}.png").write_bytes(data)
+    count = len(UNUSUAL_PICTURES)
+    result = run("run", case, "--max_tokens", 2, "--prompt", "<image>" * count, *(
+        own for index in range(count) for own in ("--image", tmp_path / f"{index}.png")))
+    assert result.exit_code == 0, result.stderr
 
 
 def test_prompt_files_have_pictures(case, red, tmp_path):

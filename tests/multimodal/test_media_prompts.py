@@ -75,7 +75,7 @@ def test_bad_media_are_refused(llm, tmp_path):
             ({"type": "image", "image": 5}, "image 1: the image is 5"),
             ({"type": "image_url", "image_url": "http://example.com/a"}, "allows no http URLs"),
             ({"type": "audio", "audio": base64.b64decode("AAAA")}, "takes no audio clips"),
-            ({"type": "video", "video": "a"}, "has the type 'video'")):
+            ({"type": "video", "video": "a"}, "is a video, which llmc does not support")):
         with pytest.raises(LlmcError, match=reason):
             llm.chat_prompt(said({"type": "image", "image": RED}, part))
     with pytest.raises(LlmcError, match="2 placeholders '<image>' for 1 images"):

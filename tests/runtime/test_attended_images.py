@@ -13,7 +13,9 @@ from image_models import (
     attended,
     expected,
     images,
+    inputs_of,
     prompts_of,
+    row_token,
     write_model,
 )
 from processor_checkpoints import FAMILIES, tokenizer_of
@@ -99,7 +101,7 @@ class Reference:
         read = llm.media_prompt(prompt["prompt"], images=prompt["images"])
         key = *read.token_ids, *(own.item.digest for own in read.ranges)
         if key not in self._known:
-            token = llm.processor.description.image.placeholder_id
+            token = row_token(llm)
             self._known[key] = expected(self.model, read, token)
         tokens, logprobs = self._known[key]
         assert list(completion.token_ids) == tokens
@@ -171,7 +173,7 @@ def test_an_image_is_encoded_once(model, monkeypatch):
     encoded = []
     real = image_encoder.MediaEncoder.encode
     monkeypatch.setattr(image_encoder.MediaEncoder, "encode",
-                        lambda self, arrays: encoded.append(1) or real(self, arrays))
+                        lambda self, item: encoded.append(1) or real(self, item))
     with llmc.LLM(model[1]) as llm:
         prompt = prompts(llm)[1]
         llm.generate([prompt] * 3, GREEDY)
@@ -194,7 +196,7 @@ def test_samples_and_beams_of_a_prompt_share_its_images(model):
         with torch.no_grad():
             made = reference.model.generate(
                 ids, **attended([own.item.arrays for own in read.ranges], read.token_ids,
-                                llm.processor.description.image.placeholder_id),
+                                row_token(llm)),
                 max_new_tokens=6, num_beams=3, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert list(beam.token_ids) == made[0, ids.shape[1]:].tolist()
 
@@ -256,3 +258,22 @@ def test_commands_and_requests_take_images(model, tmp_path):
     shown = CliRunner().invoke(main, ["inspect", str(case)])
     assert "to at most 272 rows of the images of a prompt; an image has 68" in " ".join(
         shown.output.split())
+
+
+def test_a_prompt_has_log_probabilities_but_of_its_images(model):
+    reference, case = model
+    with llmc.LLM(case) as llm:
+        for prompt in (prompts(llm)[2], prompts(llm)[4]):
+            read = llm.media_prompt(prompt["prompt"], images=prompt["images"])
+            completion, = llm.generate([prompt], llmc.SamplingParams(
+                max_tokens=1, prompt_logprobs=0))
+            with torch.no_grad():
+                scores = reference.model(**inputs_of(
+                    reference.model, read, row_token(llm))).logits[0].double().log_softmax(-1)
+            for position, own in enumerate(completion.prompt_logprobs):
+                token = read.token_ids[position]
+                if not position or token == row_token(llm):
+                    assert own is None
+                else:
+                    assert own.chosen == pytest.approx(
+                        float(scores[position - 1, token]), abs=1e-4)

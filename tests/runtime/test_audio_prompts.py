@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from audio_models import MODELS, WINDOW, clips, write_model
+from audio_models import MODELS, WINDOW, clips, hours, write_model
 from click.testing import CliRunner
 
 import llmc
@@ -131,6 +131,10 @@ def test_bad_audio_is_named_and_leaves_other_prompts_alone(model):
         for prompt, message in (
                 ({"prompt": own, "audio": [b"no audio"]}, "audio clip 0: 8 bytes are no audio"),
                 ({"prompt": own, "audio": [long]}, "takes at most 2 s; split it"),
+                ({"prompt": own, "audio": [hours()]}, "audio clip 0: the audio is longer than 2 s"),
+                ({"prompt": own, "audio": [np.zeros(0, np.float32)]}, "the audio has no samples"),
+                ({"prompt": own, "audio": [(np.zeros(0), 8_000)]}, "the audio has no samples"),
+                ({"prompt": own, "audio": ["http://example.com/a.wav"]}, "allows no http URLs"),
                 ({"prompt": own, "audio": [(clips(1)[0], 10)]}, "its rate is 10"),
                 ({"prompt": own, "audio": [np.zeros((2, 9))]}, "an array of mono samples"),
                 ({"prompt": "a", "audio": clips(1)}, "0 placeholders"),
@@ -156,3 +160,20 @@ def test_run_takes_audio_in_prompts(model, tmp_path):
     assert "--language is given, but 'Qwen2AudioForConditionalGeneration'" in result.output
 
 
+
+
+def test_run_refuses_bad_audio_by_one_sentence(model, tmp_path):
+    with llmc.LLM(model[1]) as llm:
+        own = llm.processor.placeholders["audio"]
+    soundfile.write(tmp_path / "empty.wav", np.zeros(0), 16_000)
+    (tmp_path / "none.wav").write_bytes(b"no audio")
+    (tmp_path / "hours.flac").write_bytes(hours())
+    for path, text, message in (
+            (tmp_path / "empty.wav", own, "audio clip 0: the audio has no samples"),
+            (tmp_path / "none.wav", own, "audio clip 0: 8 bytes are no audio"),
+            (tmp_path / "hours.flac", own, "audio clip 0: the audio is longer than 2 s"),
+            ("https://example.com/a.wav", own, "cannot be read (No such file or directory)"),
+            (tmp_path / "hours.flac", "none", "the audio is longer than 2 s")):
+        result = CliRunner().invoke(main, ["run", str(model[1]), "--audio", str(path), "--prompt",
+                                           text])
+        assert result.exit_code == 2 and message in result.stderr.splitlines()[-1], result.stderr

@@ -6,6 +6,7 @@ from image_models import (
     GREEDY,
     assert_generates,
     assert_image_diff,
+    assert_scores,
     images,
     prompts_of,
     write_model,
@@ -42,6 +43,19 @@ def test_prompts_generate_as_by_transformers(model, options):
         assert_all_generate(reference, llm, [*prompts, *prompts[::-1]])
         for prompt in prompts:
             assert_all_generate(reference, llm, [prompt])
+
+
+def test_prompt_logprobs_are_of_tokens_that_are_predicted(model):
+    reference, case = model
+    params = llmc.SamplingParams(max_tokens=1, prompt_logprobs=0)
+    with llmc.LLM(case, max_num_batched_tokens=100, max_batch_size=4) as llm:
+        prompts = prompts_of(llm)[1:]
+        if llm.manifest.image.bidirectional == "prompt":
+            with pytest.raises(llmc.LlmcError, match="whose tokens all see each other"):
+                llm.generate(prompts, params)
+            return
+        for prompt, completion in zip(prompts, llm.generate(prompts, params), strict=True):
+            assert_scores(reference, llm, prompt, completion)
 
 
 def test_a_found_prefix_may_end_within_an_image(model):

@@ -11,6 +11,7 @@ from image_models import (
     MODELS,
     assert_generates,
     assert_image_diff,
+    assert_scores,
     images,
     prompts_of,
     write_model,
@@ -58,6 +59,17 @@ def test_chunks_preemption_and_eviction_change_nothing(model, options):
         prompts = prompts_of(llm)
         for prompt, completion in zip(prompts * 3, llm.generate(prompts * 3, GREEDY), strict=True):
             assert_generates(reference, llm, prompt, completion)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 24, "max_batch_size": 4}])
+def test_prompt_logprobs_are_of_tokens_and_not_of_rows(model, options):
+    reference, case = model
+    params = llmc.SamplingParams(max_tokens=2, prompt_logprobs=1)
+    with llmc.LLM(case, **options) as llm:
+        prompts = prompts_of(llm)[1:]
+        llm.generate(prompts, GREEDY)  # blocks to share
+        for prompt, completion in zip(prompts, llm.generate(prompts, params), strict=True):
+            assert_scores(reference, llm, prompt, completion)
 
 
 def cached(llm, prompt):
@@ -125,8 +137,6 @@ def test_bad_input_is_named_and_leaves_other_prompts_alone(model, tmp_path):
                 llm.generate([prompt, "fine"], GREEDY)
         with pytest.raises(llmc.LlmcError, match="part 0 of message 0 is a video, which llmc does"):
             llm.chat_prompt([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}])
-        with pytest.raises(llmc.LlmcError, match="prompt_logprobs is given for a prompt with"):
-            llm.generate(prompts_of(llm)[1], llmc.SamplingParams(prompt_logprobs=1))
         assert len(llm.generate("fine", GREEDY)[0].token_ids) == 10
 
 

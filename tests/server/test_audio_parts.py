@@ -4,6 +4,7 @@ import base64
 import io
 
 import audio_models
+import numpy as np
 import pytest
 import soundfile
 from server_process import serving
@@ -72,7 +73,11 @@ def test_models_name_audio(server):
 def test_bad_audio_is_an_error_of_the_request(server):
     for part, message in (
             (spoken(b"no audio"), "are no audio"),
-            (spoken(wav(audio_models.clips(1, longer=1.0)[0])), "takes at most 2 s"),
+            (spoken(wav(audio_models.clips(1, longer=1.0)[0])), "longer than 2 s, the limit"),
+            (spoken(wav(np.zeros(0))), "audio clip 0: the audio has no samples"),
+            (spoken(audio_models.hours()), "audio clip 0: the audio is longer than 2 s"),
+            ({"type": "audio_url", "audio_url": {"url": "http://example.com/a.wav"}},
+             "allows no http URLs"),
             ({"type": "input_audio", "input_audio": {"data": "?"}}, "invalid base64"),
             ({"type": "image_url", "image_url": {"url": "data:,"}}, "image")):
         status, body = ask(server, part)
@@ -88,3 +93,18 @@ def test_bodies_with_audio_may_be_larger(server):
     assert status == 413 and f"more than {LARGE} bytes" in body["error"]["message"]
     status, _, body = server.post("/v1/completions", {"prompt": "a" * 200_000})
     assert status == 413 and "more than 100000 bytes" in body["error"]["message"]
+
+
+def test_more_clips_than_the_limit_and_placeholders_in_text_are_refused(server, tiny_audio):
+    status, body = ask(server, *[spoken(wav(np.zeros(800)))] * 5)
+    assert status == 400 and "has 5 audio clips, this server takes at most 4 in a prompt" in \
+        body["error"]["message"]
+    with llmc.LLM(tiny_audio[1]) as llm:
+        own = llm.processor.placeholders["audio"]
+    status, body = ask(server, spoken(CLIP), {"type": "text", "text": f"{own} and more"})
+    assert status == 400 and f"2 placeholders '{own}' for 1 audio clips" in body["error"]["message"]
+
+
+def test_clips_of_other_rates_and_channels_are_taken(server):
+    for data in (wav(np.zeros((4410, 2), np.float32), 44_100), wav(np.zeros(800), 8_000)):
+        assert ask(server, spoken(data))[0] == 200

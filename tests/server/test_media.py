@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from media_case import ROWS, data_url, encoded, picture
+from media_case import BAD_PICTURES, ROWS, UNUSUAL_PICTURES, data_url, encoded, picture
 from PIL import Image
 from server_process import until
 
@@ -130,25 +130,6 @@ def test_models_say_what_they_take(server):
     assert server.client.models.list().data[0].input_modalities == ["text", "image"]
 
 
-def side(width, height):
-    """Return a black PNG file of this size."""
-    return encoded(Image.new("1", (width, height)))
-
-
-def header(width, height):
-    """Return a PNG file whose header claims this size."""
-    data = bytearray(picture())
-    data[16:24] = width.to_bytes(4, "big") + height.to_bytes(4, "big")
-    return bytes(data)
-
-
-BAD_PICTURES = {
-    "none": (b"no picture", "10 bytes are no image"), "empty": (b"", "0 bytes are no image"),
-    "truncated": (picture(size=(90, 90))[:100], "cannot be decoded"),
-    "0 pixels": (header(0, 5), "image"), "100,000 a side": (side(100_000, 1), "the limit is"),
-    "a bomb": (side(9000, 9000), "the limit is"), "claims": (header(1 << 20, 1 << 20), "image")}
-
-
 @pytest.mark.parametrize("name", BAD_PICTURES)
 def test_bad_pictures_are_refused_by_name(server, name):
     data, reason = BAD_PICTURES[name]
@@ -160,15 +141,20 @@ def test_bad_pictures_are_refused_by_name(server, name):
     assert reason in error["message"]
 
 
+def test_a_bad_picture_leaves_other_requests_alone(server):
+    stream = server.client.chat.completions.create(
+        model="tiny", max_tokens=100, stream=True, extra_body={"ignore_eos": True},
+        stream_options={"include_usage": True},
+        messages=[{"role": "user", "content": parts(text="hello")}])
+    next(iter(stream))
+    for data, _ in BAD_PICTURES.values():
+        assert ask(server, *parts(data_url(data)))[0] == 400
+    assert [*stream][-1].usage.completion_tokens == 100
+    assert ask(server, *parts(data_url(RED)))[0] == 200
+
+
 def test_unusual_pictures_are_taken(server):
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    red = Image.new("RGB", (40, 30), "red")
-    clear = Image.new("RGBA", (40, 30), (9, 9, 9, 0))
-    for data in (encoded(red, "JPEG", exif=exif), encoded(clear),
-                 encoded(Image.new("CMYK", (40, 30)), "TIFF"),
-                 encoded(Image.fromarray(np.full((3, 2), 0x80FF, np.uint16))),
-                 encoded(red, "GIF", save_all=True, append_images=[red]), encoded(red, "WEBP")):
+    for data in UNUSUAL_PICTURES.values():
         assert ask(server, *parts(data_url(data)))[0] == 200
 
 

@@ -278,8 +278,6 @@ def test_errors_say_which_model_serves_a_request(path, body, status, message, se
     ((), "two models have the name"),
     (("--served_model_name", "a"), "1 served_model_name are given for 2 case directories"),
     (("--served_model_name", "a", "--served_model_name", "a"), "two models have the name 'a'"),
-    (("--served_model_name", "a", "--served_model_name", "b", "--allow_runtime_lora_updating"),
-     "allow_runtime_lora_updating is given with 2 models"),
 ])
 def test_names_of_several_models_are_checked_before_loading(options, message, case_tp1):
     result = CliRunner().invoke(main, ["serve", str(case_tp1), str(case_tp1), "--port", "0",

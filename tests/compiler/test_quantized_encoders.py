@@ -1,0 +1,184 @@
+"""`--quantize_encoders`: encoders of images and audio with quantized linear layers."""
+
+import audio_models
+import image_models
+import numpy as np
+import pytest
+import torch
+from audio_models import clips
+from click.testing import CliRunner
+from image_models import GREEDY, assert_generates, images, prompts_of
+from multimodal_models import encoder_rows
+from safetensors.numpy import load_file
+from schedule_interpreter import interpreted_image_encoder
+
+import llmc
+from llmc.artifacts.manifest import read_manifest
+from llmc.cli import main
+from llmc.compiler.check.diff import diff
+from llmc.compiler.check.quantized import round_activations
+from llmc.plugins.quantization import dequantized
+from llmc.runtime.engines.image_encoder import MediaEncoder
+
+# Largest differences from the rows of transformers, relative to their range.
+TOLERANCES = {"int8": 0.02, "fp8": 0.1, "uint4": 0.3, "int4": 0.3}
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    root = tmp_path_factory.mktemp("llava")
+    return image_models.write_model("llava", root / "hf"), root / "hf"
+
+
+def relative(rows, expected):
+    """The largest difference, relative to the range."""
+    return float(np.abs(rows - expected).max() / np.ptp(expected))
+
+
+def items_of(case):
+    with llmc.LLM(case) as llm:
+        return [own.arrays for own in llm.processor.process_images(images(3))]
+
+
+class Dequantized:
+    """A case's quantized weights in the place of a model's, with activations as on a CPU."""
+
+    def __init__(self, model, manifest, case):
+        self._file = load_file(case / "chip0" / "weights.safetensors")
+        self._layers = {f"{name}.weight": layer for name, layer in model.named_modules()
+                        if isinstance(layer, torch.nn.Linear)}
+        self._forms = manifest.image.quantization
+        self._kept, self._hooks = {}, []
+
+    def __enter__(self):
+        for name, form in self._forms.items():
+            layer = self._layers[name]
+            parts = [self._file.get(f"{name}{part}") for part in ("", "_scale", "_zero", "_min")]
+            fields = {"weight_dtype": form.dtype, "group_size": form.group_size}
+            self._kept[name] = layer.weight.data
+            layer.weight.data = torch.from_numpy(dequantized(fields, *parts).astype(np.float32))
+            if form.dtype != "float8_e4m3fn":
+                self._hooks.append(layer.register_forward_pre_hook(
+                    lambda layer, given, form=form: torch.from_numpy(
+                        round_activations(given[0].numpy(), form).astype(np.float32))))
+
+    def __exit__(self, *error):
+        for name, weight in self._kept.items():
+            self._layers[name].weight.data = weight
+        for hook in self._hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("scheme", TOLERANCES)
+def test_rows_on_a_cpu_are_those_of_the_dequantized_weights(llava, scheme, tmp_path):
+    model, hf = llava
+    manifest = llmc.compile(hf, tmp_path / "case", quantize_encoders=scheme)
+    assert manifest.quantization is None and not manifest.chips[0].quantization
+    forms = manifest.image.quantization
+    # The two layers whose results LLaVA reads, and the projector; not the patch embedding.
+    assert len(forms) == 2 * 6 + 2 and not any("patch_embedding" in name for name in forms)
+    encoder = MediaEncoder(manifest, tmp_path / "case", "image", 1)
+    for arrays in items_of(tmp_path / "case"):
+        rows, = encoder.encode(arrays)
+        original, = encoder_rows(model, arrays)
+        with Dequantized(model, manifest, tmp_path / "case"):
+            expected, = encoder_rows(model, arrays)
+        # A rounded activation may differ by one code; FP8 weights are multiplied in float32.
+        assert relative(rows, expected) < (1e-5 if scheme == "fp8" else 0.01)
+        assert 1e-4 < relative(rows, original) < TOLERANCES[scheme]
+
+
+def test_the_language_model_stays_as_it_is(llava, tmp_path):
+    model, hf = llava
+    llmc.compile(hf, tmp_path / "case", quantize_encoders="int8")
+    with llmc.LLM(tmp_path / "case") as llm:
+        prompt = prompts_of(llm)[0]  # without images
+        assert_generates(model, llm, prompt, llm.generate([prompt], GREEDY)[0])
+        assert len(llm.generate(prompts_of(llm)[2], GREEDY)[0].token_ids) == 10
+    shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "case")]).stdout
+    assert "image encoder, quantized weights: 2 in int8, groups of 16; 11 in int8, groups of 32; " \
+        "1 in int8, groups of 64" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(("name", "scheme"), [
+    ("llava", "int8"), pytest.param("llava", "int4", marks=pytest.mark.thorough),
+    pytest.param("qwen2_5_vl", "int8", marks=pytest.mark.thorough),
+    pytest.param("qwen3_vl", "fp8", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_a_program_for_gpus(name, scheme, dtype, tmp_path):
+    """By the NumPy interpreter: groups of 16 columns, which no kernel reads, stay as they are."""
+    model = image_models.write_model(name, tmp_path / "hf")
+    manifest = llmc.compile(tmp_path / "hf", tmp_path / "case", target="cuda", dtype=dtype,
+                            quantize_encoders=scheme)
+    assert len(manifest.image.steps) == 2 and manifest.image.quantization
+    assert {form.group_size % 32 for form in manifest.image.quantization.values()} == {0}
+    encoder = interpreted_image_encoder(manifest, tmp_path / "case")
+    llmc.compile(tmp_path / "hf", tmp_path / "cpu")
+    for arrays in items_of(tmp_path / "cpu"):
+        for rows, expected in zip(encoder.encode(arrays), encoder_rows(model, arrays),
+                                  strict=True):
+            assert 1e-4 < relative(rows, expected) < TOLERANCES[scheme]
+
+
+def test_a_quantized_language_model_has_weights_of_its_own_names(llava, tmp_path):
+    manifest = llmc.compile(llava[1], tmp_path / "case", quantize="int4", quantize_encoders="int8")
+    assert {form.dtype for form in manifest.chips[0].quantization.values()} == {"int4", "int8"}
+    assert {form.dtype for form in manifest.image.quantization.values()} == {"int8"}
+    names = load_file(tmp_path / "case" / "chip0" / "weights.safetensors").keys()
+    assert {f"{name}_scale" for name in manifest.image.quantization} <= names
+    with llmc.LLM(tmp_path / "case") as llm:
+        assert len(llm.generate(prompts_of(llm)[1], GREEDY)[0].token_ids) == 10
+
+
+def test_diff_compares_images_of_quantized_models(llava, tmp_path):
+    llmc.compile(llava[1], tmp_path / "case", quantize="int8", quantize_encoders="int8")
+    images(1)[0].save(tmp_path / "a.png")
+    report = diff(tmp_path / "case", llava[1], images=[tmp_path / "a.png"], tokens=0)
+    assert report.verdict is None
+    allowed = {own.name: own.allowed for own in report.layers if own.name.endswith("(images)")}
+    assert allowed["rows of image 0 (images)"] == allowed["logits (images)"] == 0.1
+    report = diff(tmp_path / "case", llava[1], images=[tmp_path / "a.png"], tokens=0,
+                  tolerance=1e-6)
+    assert {own.name for own in report.layers if not own.passed} >= {"rows of image 0 (images)"}
+
+
+@pytest.mark.parametrize("scheme", ["int8", pytest.param("int4", marks=pytest.mark.thorough)])
+def test_rows_of_audio(tiny_audio, scheme, tmp_path):
+    _, case = tiny_audio
+    manifest = llmc.compile(case.parent / "hf", tmp_path / "case", quantize_encoders=scheme)
+    forms = manifest.audio.quantization
+    assert len(forms) >= 12 and not any("conv" in name for name in forms)
+    plain, own = (MediaEncoder(read_manifest(directory), directory, "audio", 1)
+                  for directory in (case, tmp_path / "case"))
+    with llmc.LLM(tmp_path / "case") as llm:
+        items = llm.processor.process_audio(clips(3))
+        prompt = f"hear {llm.processor.placeholders['audio']} now"
+        completion, = llm.generate({"prompt": prompt, "audio": clips(1)}, GREEDY)
+        assert len(completion.token_ids) == 10
+    for item in items:
+        (rows,), (expected,) = own.encode(item.arrays), plain.encode(item.arrays)
+        assert 1e-4 < relative(rows, expected) < TOLERANCES[scheme]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", audio_models.MODELS)
+def test_rows_of_other_encoders_of_audio(name, tmp_path):
+    audio_models.write_model(name, tmp_path / "hf")
+    for scheme in ("none", "int8"):
+        llmc.compile(tmp_path / "hf", tmp_path / scheme, quantize_encoders=scheme)
+    encoders = [MediaEncoder(read_manifest(tmp_path / scheme), tmp_path / scheme, "audio", 1)
+                for scheme in ("none", "int8")]
+    with llmc.LLM(tmp_path / "none") as llm:
+        items = llm.processor.process_audio(clips(3))
+    for item in items:
+        (expected,), (rows,) = (own.encode(item.arrays) for own in encoders)
+        assert 1e-4 < relative(rows, expected) < TOLERANCES["int8"]
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"quantize_encoders": "int8"}, "quantize_encoders is given, but .* is compiled without "
+                                    "encoders of images or audio; leave it out"),
+    ({"quantize_encoders": "int3"}, "weights cannot be quantized to 'int3'")])
+def test_what_cannot_be_quantized_is_named(tiny_hf, tmp_path, options, message):
+    with pytest.raises(llmc.LlmcError, match=message):
+        llmc.compile(tiny_hf, tmp_path / "case", **options)
