@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 RATE, SECONDS = 16_000, 30
-CHECK_SECONDS, CHECK_WORDS = 8, 0.1  # of --check: length of the clip, and share of other words
+CHECK_SECONDS, CHECK_WORDS = 8, 0.2  # of --check: length of the clip, and share of other words
 TEXT = ("The quick brown fox jumps over the lazy dog. A model of a language predicts the next "
         "word. On Monday morning the train to London leaves at a quarter past nine. Please "
         "bring two bottles of water and a map of the city. The weather in the north will be "

@@ -109,8 +109,8 @@ def answers(case_dir: str | Path, *, data: str | Path | None = None,
     tokens of the first answers, each after its prompt; an EOS token is not scored. It is left out
     for a model whose tokens of a prompt all see each other.
 
-    A line that the model cannot read, as for a damaged image, is left out of the scores; the report
-    lists it, and the verdict is negative.
+    A line that llmc or transformers cannot read, as for a damaged image, is left out of the scores;
+    the report lists it, and the verdict is negative.
 
     Args:
         case_dir: the case directory.
@@ -160,10 +160,17 @@ def answers(case_dir: str | Path, *, data: str | Path | None = None,
         progress("load transformers", 0, 1)
         model = load_matching_reference(hf_dir, manifest.dims.vocab_size, case_dir,
                                         takes_media=bool(manifest.media))
-        for line in lines:  # read again, as few images fit in memory
-            theirs[line.number] = _run_reference(model, llm, _read(llm, line, chat), max_tokens,
-                                                 scored)
-            progress("transformers", len(theirs), len(ours))
+        for number, line in enumerate(lines, 1):
+            try:
+                question = _read(llm, line, chat)  # again, as few images fit in memory
+                theirs[line.number] = _run_reference(model, llm, question, max_tokens, scored)
+            except LlmcError as error:
+                failures.append(f"line {line.number}: {error}")
+            progress("transformers", number, len(lines))
+        if not theirs:
+            raise LlmcError(f"no line of '{data}' can be answered by transformers: {failures[-1]}")
+        lines = [line for line in lines if line.number in theirs]
+        ours = {number: ours[number] for number in theirs}
     scores = [_exact_match(lines, ours, theirs)]
     if scored:
         scores.append(_perplexity(ours, theirs))
@@ -247,8 +254,8 @@ def _run_reference(model: Model, llm: LLM, question: _Question, max_tokens: int,
                                   asked)
         logits = reference_logits(model, [*ids, *question.answer], with_answer) if scored else None
     except (RuntimeError, ValueError) as error:
-        raise LlmcError(f"transformers cannot run line {question.line.number} "
-                        f"({reason_of(error)}); leave out hf_dir, or the line") from error
+        raise LlmcError(f"transformers cannot run it ({reason_of(error)}); leave out hf_dir, or "
+                        f"the line") from error
     text = llm.detokenize(greedy.tokens, skip_special_tokens=True)
     ends = [place for own in question.line.stop if (place := text.find(own)) >= 0]
     text = text[:min(ends)] if ends else text

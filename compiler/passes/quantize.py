@@ -103,7 +103,8 @@ def quantize_weights(graphs: Sequence[gs.Graph], settings: Settings, report: Rep
 def quantize_encoder(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Quantize the linear layers of an encoder of images or audio by `--quantize_encoders`.
 
-    Layers of the encoder's inputs, which are patch embeddings, are not quantized.
+    Layers of the encoder's inputs, which are patch embeddings, are not quantized. Weights that the
+    checkpoint stores quantized stay so.
 
     Raises:
         LlmcError: a weight cannot be quantized as requested.
@@ -119,7 +120,9 @@ def quantize_encoder(graph: gs.Graph, settings: Settings, report: Report) -> Non
         if op is None or not op.quantized or not is_rounded(node) or _reads_inputs(node):
             continue
         weights = [values_of(operands(node)[role.weight]) for role in op.quantized]
-        known = _forms(node, weights, settings.options.scheme, settings, report, done)
+        scheme = None if any(values.stored is not None or values.dequantized
+                             for values in weights) else settings.options.scheme
+        known = _forms(node, weights, scheme, settings, report, done)
         if known is not None:
             _store(graph, node, known, settings, report)
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmc.errors import LlmcError, reason_of, shown
+from llmc.errors import LlmcError, reason_of, shortened, shown
 from llmc.runtime.multimodal.items import Modality
-from llmc.runtime.multimodal.media import SCHEMES, MediaAccess, fetch
+from llmc.runtime.multimodal.media import SCHEMES, MediaAccess, fetch, is_data
 
 # Modalities by type of part: those of HTTP interfaces; with those of Python programs.
 WIRE_PARTS: dict[str, Modality] = {"image_url": "image", "input_image": "image",
@@ -78,10 +78,14 @@ def load_source(source: MediaSource) -> Any:
     if value is None:
         raise LlmcError(f"a part of type '{source.modality}' has no {source.modality}; give a "
                         f"path, bytes or a data: URL")
-    if isinstance(value, str) and value.partition(":")[0].lower() in SCHEMES:
-        return fetch(value, MediaAccess())
     if not isinstance(value, str | Path):
         return value
+    scheme, colon, _ = str(value).partition(":")
+    if colon and scheme.lower() in SCHEMES:
+        if not is_data(str(value)):
+            raise LlmcError(f"'{shortened(str(value), 80)}' is not read, as only data: URLs are; "
+                            f"give the path of a file")
+        return fetch(str(value), MediaAccess())
     try:
         return Path(value).read_bytes()
     except (OSError, ValueError) as error:

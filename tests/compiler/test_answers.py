@@ -138,6 +138,21 @@ def test_lines_that_cannot_be_read_are_named_and_leave_the_others(case, data):
     assert "line 6: 'none.png' cannot be read" in result.stdout
 
 
+def test_lines_that_transformers_cannot_run_are_left_out(case, data, monkeypatch):
+    real = answers_module._run_reference
+
+    def run_reference(model, llm, question, *others):
+        if question.line.number == 3:
+            raise llmc.LlmcError("the images have different sizes")
+        return real(model, llm, question, *others)
+
+    monkeypatch.setattr(answers_module, "_run_reference", run_reference)
+    report = answers(case, data=data, hf_dir=case.parent / "hf", max_tokens=2)
+    assert report.count == 3 and [own.line for own in report.answers] == [1, 4, 5]
+    assert report.failures == ("line 3: the images have different sizes",)
+    assert report.verdict.startswith("1 line(s) of")
+
+
 @pytest.mark.parametrize(("content", "message"), [
     ("", "has no lines; write one"), ("\n{", "line 2, is not JSON"), ("[5]", "line 1, is [5]"),
     ('{"prompt": "a"}', "line 1, has no answer"),

@@ -3,6 +3,7 @@
 import audio_models
 import image_models
 import numpy as np
+import onnx_graphsurgeon as gs
 import pytest
 import torch
 from audio_models import clips
@@ -17,6 +18,12 @@ from llmc.artifacts.manifest import read_manifest
 from llmc.cli import main
 from llmc.compiler.check.diff import diff
 from llmc.compiler.check.quantized import round_activations
+from llmc.compiler.graph.rewrite import Report, Settings
+from llmc.compiler.graph.weights import Weight
+from llmc.compiler.options import CompileOptions
+from llmc.compiler.passes.quantize import quantize_encoder
+from llmc.compiler.quant.nearest import quantize
+from llmc.compiler.quant.scheme import Scheme
 from llmc.plugins.quantization import dequantized
 from llmc.runtime.engines.image_encoder import MediaEncoder
 
@@ -173,6 +180,20 @@ def test_rows_of_other_encoders_of_audio(name, tmp_path):
     for item in items:
         (expected,), (rows,) = (own.encode(item.arrays) for own in encoders)
         assert 1e-4 < relative(rows, expected) < TOLERANCES["int8"]
+
+
+def test_weights_that_are_quantized_already_are_kept_and_those_of_inputs_are_not_quantized():
+    rng = np.random.default_rng(0)
+    weights = [Weight.of(rng.standard_normal((32, 32)).astype(np.float32), f"w{index}")
+               for index in range(3)]
+    weights[1] = quantize(weights[1], Scheme("int4", 16), "w1").weight("w1")
+    tensors = [gs.Variable(f"x{index}", np.float32, ["rows", 32]) for index in range(4)]
+    graph = gs.Graph([gs.Node("GemmBiasAct", f"gemm{index}", domain="llmc", inputs=[
+        tensors[index], gs.Constant(f"w{index}", weight)], outputs=[tensors[index + 1]])
+        for index, weight in enumerate(weights)], inputs=tensors[:1], outputs=tensors[3:])
+    quantize_encoder(graph, Settings(8, 8, options=CompileOptions(quantize_encoders="int8")),
+                     Report("quantize"))
+    assert [node.attrs.get("weight_dtype") for node in graph.nodes] == [None, "int4", "int8"]
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -6,7 +6,7 @@ import shutil
 import media_case
 import pytest
 from click.testing import CliRunner
-from media_case import BAD_PICTURES, ROWS, UNUSUAL_PICTURES, picture
+from media_case import BAD_PICTURES, ROWS, UNUSUAL_PICTURES, data_url, picture
 from safetensors.numpy import load_file, save_file
 
 from llmc import LLM, SamplingParams
@@ -48,7 +48,8 @@ def test_run_reads_pictures(case, red):
 
 
 def test_run_refuses_bad_pictures_by_one_sentence(case, red, tmp_path):
-    given = [("https://example.com/a.png", "cannot be read (No such file or directory)")]
+    given = [("https://example.com/a.png", "is not read, as only data: URLs are"),
+             ("data", "'data' cannot be read (No such file or directory)")]
     for index, (data, reason) in enumerate(BAD_PICTURES.values()):
         (tmp_path / f"{index}.png").write_bytes(data)
         given.append((tmp_path / f"{index}.png", f"image 1: {reason}"))
@@ -72,14 +73,18 @@ def test_prompt_files_have_pictures(case, red, tmp_path):
              {"messages": [{"role": "user", "content": [
                  {"type": "image", "path": str(red)}, {"type": "text", "text": "what?"}]}]},
              {"token_ids": [5, 6], "images": [str(red)]}, {"prompt": "a", "images": "red.png"},
-             {"messages": [{"role": "user", "content": "a"}], "images": [str(red)]}]
+             {"messages": [{"role": "user", "content": "a"}], "images": [str(red)]},
+             {"prompt": "<image>", "images": [data_url(BAD_PICTURES["truncated"][0])]},
+             {"prompt": "<image>", "images": ["https://example.com/a.png"]}]
     (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)))
     result = run("run", case, "--prompt_file", tmp_path / "in", "--max_tokens", 2)
     answers = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
-    assert result.exit_code == 1 and ["error" in own for own in answers] == [False] * 2 + [True] * 3
-    for answer, reason in zip(answers[2:], ("0 placeholders", "is not a list of paths",
-                                            "images is given with messages"), strict=False):
-        assert reason in answer["error"] or "0 tokens" in answer["error"]
+    assert result.exit_code == 1 and ["error" in own for own in answers] == [False] * 2 + [True] * 5
+    for number, (answer, reason) in enumerate(zip(answers[2:], (
+            "0 placeholders '<image>' for 1 images", "is not a list of paths",
+            "images is given with messages", "image 0: the image cannot be decoded",
+            "'https://example.com/a.png' is not read, as only data: URLs are"), strict=True), 3):
+        assert answer["error"].startswith(f"line {number}: ") and reason in answer["error"]
 
 
 def test_a_conversation_keeps_its_pictures(case, red):

@@ -73,7 +73,7 @@ def test_bad_media_are_refused(llm, tmp_path):
             ({"type": "image"}, "has no image; give a path, bytes or a data: URL"),
             ({"type": "image", "path": str(tmp_path / "none")}, "cannot be read .No such"),
             ({"type": "image", "image": 5}, "image 1: the image is 5"),
-            ({"type": "image_url", "image_url": "http://example.com/a"}, "allows no http URLs"),
+            ({"type": "image_url", "image_url": "http://example.com/a"}, "as only data: URLs are"),
             ({"type": "audio", "audio": base64.b64decode("AAAA")}, "takes no audio clips"),
             ({"type": "video", "video": "a"}, "is a video, which llmc does not support")):
         with pytest.raises(LlmcError, match=reason):

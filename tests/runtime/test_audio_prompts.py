@@ -134,7 +134,7 @@ def test_bad_audio_is_named_and_leaves_other_prompts_alone(model):
                 ({"prompt": own, "audio": [hours()]}, "audio clip 0: the audio is longer than 2 s"),
                 ({"prompt": own, "audio": [np.zeros(0, np.float32)]}, "the audio has no samples"),
                 ({"prompt": own, "audio": [(np.zeros(0), 8_000)]}, "the audio has no samples"),
-                ({"prompt": own, "audio": ["http://example.com/a.wav"]}, "allows no http URLs"),
+                ({"prompt": own, "audio": ["http://example.com/a.wav"]}, "as only data: URLs are"),
                 ({"prompt": own, "audio": [(clips(1)[0], 10)]}, "its rate is 10"),
                 ({"prompt": own, "audio": [np.zeros((2, 9))]}, "an array of mono samples"),
                 ({"prompt": "a", "audio": clips(1)}, "0 placeholders"),
@@ -172,7 +172,7 @@ def test_run_refuses_bad_audio_by_one_sentence(model, tmp_path):
             (tmp_path / "empty.wav", own, "audio clip 0: the audio has no samples"),
             (tmp_path / "none.wav", own, "audio clip 0: 8 bytes are no audio"),
             (tmp_path / "hours.flac", own, "audio clip 0: the audio is longer than 2 s"),
-            ("https://example.com/a.wav", own, "cannot be read (No such file or directory)"),
+            ("https://example.com/a.wav", own, "is not read, as only data: URLs are"),
             (tmp_path / "hours.flac", "none", "the audio is longer than 2 s")):
         result = CliRunner().invoke(main, ["run", str(model[1]), "--audio", str(path), "--prompt",
                                            text])

@@ -141,6 +141,21 @@ def test_bad_pictures_are_refused_by_name(server, name):
     assert reason in error["message"]
 
 
+def test_every_endpoint_refuses_bad_pictures(server):
+    bad = BAD_PICTURES["none"][0]
+    block = image_block(type="base64", media_type="image/png", data=base64.b64encode(bad).decode())
+    for path, body, param in (
+            ("/v1/responses", {"input": [{"role": "user", "content": [
+                {"type": "input_image", "image_url": data_url(bad)}]}]}, "input"),
+            ("/v1/messages", message(block), None),
+            ("/v1/messages/count_tokens", message(block), None),
+            ("/tokenize", {"messages": [{"role": "user", "content": parts(data_url(bad))}]},
+             "messages")):
+        status, _, answer = server.post(path, body)
+        assert status == 400 and "image 0: 10 bytes are no image" in answer["error"]["message"]
+        assert param is None or answer["error"]["param"] == param
+
+
 def test_a_bad_picture_leaves_other_requests_alone(server):
     stream = server.client.chat.completions.create(
         model="tiny", max_tokens=100, stream=True, extra_body={"ignore_eos": True},
