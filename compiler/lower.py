@@ -422,10 +422,14 @@ def _image_memory(raw: RawModel, options: CompileOptions) -> ImageMemory | None:
                             f"'{raw.architecture}' attends to images; leave it out")
         return None
     assert raw.image is not None
-    if options.enable_prompt_embeds:
-        raise LlmcError(f"layers of '{raw.architecture}' attend to images, which prompt embeddings "
-                        f"do not support; leave out --enable_prompt_embeds, or "
-                        f"{LANGUAGE_MODEL_ONLY}")
+    for name, what, asked in (("enable_prompt_embeds", "prompt embeddings",
+                               options.enable_prompt_embeds),
+                              ("enable_lora", "adapters", options.enable_lora),
+                              ("draft", "draft models", raw.draft is not None),
+                              ("calibrate", "texts of calibration", options.calibrated)):
+        if asked:
+            raise LlmcError(f"layers of '{raw.architecture}' attend to images, which {what} do not "
+                            f"support; leave out --{name}, or {LANGUAGE_MODEL_ONLY}")
     if given is not None and given < rows.num_rows:
         raise LlmcError(f"mem_max_seq_len {given} is less than the {rows.num_rows} rows of an "
                         f"image of '{raw.architecture}'; give at least as many for each image of "

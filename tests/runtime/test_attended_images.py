@@ -147,12 +147,13 @@ def test_ranks_generate_the_same(model, tmp_path):
 
 
 @pytest.mark.parametrize("options", [
-    {"max_num_batched_tokens": 6, "max_batch_size": 4}, {"kv_cache_tokens": 304, "block_size": 16},
+    {"max_num_batched_tokens": 6, "max_batch_size": 4}, {"kv_cache_tokens": 80, "block_size": 4},
     {"prefix_reuse": False, "max_batch_size": 2}, {"speculate": "ngram"}])
 def test_chunks_preemption_and_drafts_change_nothing(model, options):
     reference, case = model
     with llmc.LLM(case, **options) as llm:
         assert_all_generate(reference, llm, prompts(llm) * 3)
+        assert ("kv_cache_tokens" in options) == (llm.metrics()["preemptions"] > 0)
 
 
 def cached(llm, prompt):
@@ -214,8 +215,9 @@ def test_what_is_not_supported_is_named(model, tmp_path, monkeypatch):
     source = case.parent / "hf"
     with pytest.raises(llmc.LlmcError, match="mem_max_seq_len 67 is less than the 68 rows of an"):
         llmc.compile(source, tmp_path / "a", mem_max_seq_len=67)
-    with pytest.raises(llmc.LlmcError, match="leave out --enable_prompt_embeds, or"):
-        llmc.compile(source, tmp_path / "a", enable_prompt_embeds=True)
+    for name in ("enable_prompt_embeds", "enable_lora"):
+        with pytest.raises(llmc.LlmcError, match=f"leave out --{name}, or compile"):
+            llmc.compile(source, tmp_path / "a", **{name: True})
     monkeypatch.setattr(export, "attends_to_images", lambda model: False)
     with pytest.raises(llmc.LlmcError, match="language model has no cross-attention to images; "):
         llmc.compile(source, tmp_path / "a")
