@@ -252,6 +252,34 @@ class PositionGrid(_Frozen):
     merge_size: CountOrNone
 
 
+class AttendedRows(_Frozen):
+    """Rows of an image that layers of a language model attend to (cross-attention).
+
+    Each of `tiles_per_image` tiles has `rows_per_tile` rows. An image has at least one tile; the
+    others are padding.
+    """
+
+    tiles_per_image: Count
+    rows_per_tile: Count
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an image, with those of padding."""
+        return self.tiles_per_image * self.rows_per_tile
+
+
+class ImageMemory(AttendedRows):
+    """The images of a prompt that layers of its language model attend to.
+
+    The rows have `width` columns. A prompt has at most `max_seq_len` of them. Its tokens before an
+    image attend to all rows of all images, a token after an image to the tiles of that image, or of
+    the last images if no token is between them.
+    """
+
+    width: Count
+    max_seq_len: Count
+
+
 Bidirectional = Literal["images", "prompt"]
 
 
@@ -456,7 +484,9 @@ class Chip(_Frozen):
     hidden_size]` with at least one row, and `embed_ids`, the row of each token or -1.
 
     With an `encoder`, these are the tensors of the decoder, which also reads `memory_starts`,
-    `encoder_sequence_length` and the outputs of the encoder.
+    `encoder_sequence_length` and the outputs of the encoder. With `memory` in the manifest, the
+    encoder reads the rows of images as `input_features`. `embeds` then is a row of zeros that
+    tokens not after an image have in place of the results of MLPs.
 
     With a `draft` that reads `hidden`, the steps also write `hidden` of every token.
     `later_drafts` are the programs of its later layers, of the chain `layers`.
@@ -936,6 +966,7 @@ class Manifest(_Frozen):
     source: Source
     dims: Dims
     encoder: EncoderInfo | None = None
+    memory: Annotated[ImageMemory | None, Field(exclude_if=_is_absent)] = None
     draft: Annotated[DraftInfo | None, Field(exclude_if=_is_absent)] = None
     pooling: Annotated[PoolingInfo | None, Field(exclude_if=_is_absent)] = None
     dtype: DTypeName
@@ -962,6 +993,17 @@ class Manifest(_Frozen):
         """Width of rows in place of token embeddings; None if the model does not take them."""
         return next((tensor.width for tensor in self.chips[0].inputs if tensor.name == EMBEDS),
                     None)
+
+    @property
+    def prompt_embeds_width(self) -> int | None:
+        """Width of prompt embeddings; None if the model takes none."""
+        return None if self.memory else self.embeds_width
+
+    @property
+    def mem_max_seq_len(self) -> int:
+        """Maximum rows that layers of the decoder attend to (cross-attention); 0 without any."""
+        reads = self.encoder or self.memory
+        return 0 if reads is None else reads.max_seq_len
 
     @property
     def image(self) -> ImageEncoderProgram | None:
@@ -1015,8 +1057,8 @@ class Manifest(_Frozen):
                                  f"in `quantization`")
             if _collectives(chip) != _collectives(self.chips[0]):
                 raise ValueError(f"chips 0 and {chip.rank} have different collectives")
-            if (chip.encoder is None) != (self.encoder is None):
-                raise ValueError(f"chip {chip.rank} has {'no' if self.encoder else 'an'} encoder, "
+            if (chip.encoder is None) != (not self.mem_max_seq_len):
+                raise ValueError(f"chip {chip.rank} has {'an' if chip.encoder else 'no'} encoder, "
                                  f"unlike the model")
             self._check_media_encoders(chip)
             if (chip.draft is None) != (self.draft is None):
@@ -1104,7 +1146,8 @@ class Manifest(_Frozen):
         paged = self.kv_cache_layout == "paged"
         table = {"block_table"} if paged and chip.cache else set()
         slots = {"state_slots"} if paged and chip.states else set()
-        memory = {"memory_starts", "encoder_sequence_length"} if self.encoder else set()
+        memory = {"memory_starts", "encoder_sequence_length"} if self.mem_max_seq_len else set()
+        memory |= {EMBEDS, EMBED_IDS} if self.memory else set()
         given = {tensor.name: tensor for tensor in chip.inputs}
         produced = {tensor.name: tensor for tensor in chip.encoder.outputs} if chip.encoder else {}
         deep = {f"{DEEP_EMBEDS_PREFIX}{i}" for i in range(self.num_deep_embeds)}
@@ -1153,7 +1196,8 @@ class Manifest(_Frozen):
 
     def _require_input(self, tensor: TensorInfo) -> None:
         if tensor.name == INPUT_FEATURES:
-            width = self.encoder.features.width if self.encoder and self.encoder.features else 0
+            width = self.memory.width if self.memory else \
+                self.encoder.features.width if self.encoder and self.encoder.features else 0
             tensor.require(self.dtype, ("num_tokens", width))
             return
         dtype, shape = ENGINE_INPUTS[tensor.name]
@@ -1197,7 +1241,8 @@ class Manifest(_Frozen):
         for kind, program in (("image", chip.image), ("audio", chip.audio)):
             if program is None:
                 continue
-            if chip.rank or self.embeds_width is None or self.encoder or self.pooling \
+            width = self.memory.width if self.memory else self.embeds_width
+            if chip.rank or width is None or self.encoder or self.pooling \
                     or not self.target.spec.media_encoders:
                 raise ValueError(f"chip {chip.rank} has an {kind} encoder, which this chip, this "
                                  f"model or target {self.target.kind} does not support")
@@ -1210,7 +1255,7 @@ class Manifest(_Frozen):
                 raise ValueError(f"chip {chip.rank}: the outputs of the {kind} encoder must be "
                                  f"{', '.join(names)}")
             for tensor in program.outputs:  # of ONNX Runtime on the host
-                tensor.require("float32", ("num_embeds", self.embeds_width))
+                tensor.require("float32", ("num_embeds", width))
         computed = {name for own in (chip.image.computed if chip.image else ())
                     for name in own.names}
         absent = computed - {tensor.name for tensor in (chip.image.inputs if chip.image else ())}
@@ -1315,7 +1360,7 @@ class Manifest(_Frozen):
             required.add("BlockAttention")
         if self.chips[0].states and not any(known[name].state for name in self.ops):
             raise ValueError("the model has recurrent states, but no op that uses them")
-        if self.encoder:
+        if self.mem_max_seq_len:
             required.add("BidirectionalAttention")
         if self.pooling and self.pooling.kind:
             required.add("Pool")

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 GRID = "image_grid_thw"  # array of a processor: frames, rows and columns of an image's patches
 SIZES = "image_sizes"  # array of a processor: height and width of an image, those of its pixels
+TILES = "aspect_ratio_mask"  # array of a processor: 1 for an image's tiles, then 0 for padding
 FRAMES = "feature_attention_mask"  # array of a processor: which frames are of audio, not padding
 UNREAD = frozenset({GRID, SIZES, FRAMES})  # arrays that few graphs read
 

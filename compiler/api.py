@@ -214,8 +214,9 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
     chips: list[Chip] = []
     files: list[FileEntry] = []
     options = replace(options, max_seq_len=lowered.dims.max_seq_len)
-    if lowered.encoder_info is not None:
-        options = replace(options, mem_max_seq_len=lowered.encoder_info.max_seq_len)
+    reads = lowered.encoder_info or lowered.memory
+    if reads is not None:
+        options = replace(options, mem_max_seq_len=reads.max_seq_len)
     for rank, graph in enumerate(lowered.graphs):
         encoder = lowered.encoders[rank:rank + 1]
         draft = lowered.drafts[rank] if lowered.drafts else []
@@ -263,7 +264,8 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
         quantization=_weight_dtypes(chips), tp_size=tp_size,
         device_groups=tuple(tuple(range(start, start + tp_size))
                             for start in range(0, max(_DEVICES, tp_size) - tp_size + 1, tp_size)),
-        encoder=lowered.encoder_info, draft=lowered.draft_info, pooling=lowered.pooling,
+        encoder=lowered.encoder_info, memory=lowered.memory, draft=lowered.draft_info,
+        pooling=lowered.pooling,
         target=target,
         kv_cache_layout="paged" if target.spec.paged else "linear",
         ops=_used_ops([*lowered.graphs, *lowered.encoders, *chain(*lowered.drafts),

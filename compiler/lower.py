@@ -18,10 +18,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from llmc.artifacts.manifest import Dims, DraftInfo, EncoderInfo, Modality, PoolingInfo
+from llmc.artifacts.manifest import (
+    Dims,
+    DraftInfo,
+    EncoderInfo,
+    ImageMemory,
+    Modality,
+    PoolingInfo,
+)
 from llmc.compiler.dims import describe_draft, describe_encoder, describe_model, describe_pooled
 from llmc.compiler.frontend.raw import RawModel
 from llmc.compiler.graph.image_samples import settle_sizes
+from llmc.compiler.graph.names import ENCODER_OUTPUT
 from llmc.compiler.graph.notes import VocabularySize
 from llmc.compiler.graph.rewrite import (
     NoMatch,
@@ -86,6 +94,7 @@ from llmc.errors import LlmcError
 from llmc.targets import CPU, TargetSpec, target_spec
 
 _VOCAB_MULTIPLE = 64
+_DEFAULT_IMAGES = 4  # of a prompt, that layers attend to
 Condition = Callable[[TargetSpec], bool]
 
 
@@ -151,12 +160,20 @@ class RankPass:
     Args:
         others: what the graphs after the first may be, `encoder` or `draft`; other ranks are
             skipped. Empty: any number of graphs of any kind.
+        reads: an input of the first graph; ranks without it are skipped. Empty: none is.
     """
 
     name: str
-    run: Callable[[Sequence[gs.Graph], Settings, Report], None]
+    run: Callable[[list[gs.Graph], Settings, Report], None]
     when: Condition = _always
     others: tuple[str, ...] = ()
+    reads: str = ""
+
+    def applies(self, graphs: Sequence[gs.Graph]) -> bool:
+        """Whether it runs on a rank of these graphs."""
+        if self.reads:
+            return any(tensor.name == self.reads for tensor in graphs[0].inputs)
+        return not self.others or (len(graphs) > 1 and part_of(graphs[1], 1) in self.others)
 
 
 @dataclass(frozen=True)
@@ -214,7 +231,7 @@ PASSES: tuple[Step, ...] = (
     Partition("tensor_parallel", tensor_parallel),
     RankPass("match_heads", match_heads, others=("draft",)),
     # After its weights were partitioned by their uses.
-    RankPass("memory", move_memory, others=("encoder",)),
+    RankPass("memory", move_memory, reads=ENCODER_OUTPUT),
     # Quantize after partition, so that no group is cut, and after the fusion of norms, so that
     # their gains are folded into the unquantized weights.
     GraphPass("norm_gate", norm_gate, _program),
@@ -283,13 +300,15 @@ class Fused:
     encoder_info: EncoderInfo | None = None
     draft_info: DraftInfo | None = None
     pooling: PoolingInfo | None = None
+    memory: ImageMemory | None = None
 
 
 @dataclass(frozen=True)
 class Lowered:
     """The graphs that a target writes, one per rank, and the model's dimensions.
 
-    `encoders` is empty for a model without an encoder, `drafts` for one without a draft model. A
+    `encoders` is empty for a model without an encoder or `memory`, `drafts` for one without a draft
+    model. A
     draft model may have several graphs. `image` is the image encoder, of rank 0. With
     `image_device`, it computes the inputs of that graph. `audio` is the encoder of audio clips, of
     rank 0.
@@ -307,6 +326,7 @@ class Lowered:
     image: gs.Graph | None = None
     image_device: gs.Graph | None = None
     audio: gs.Graph | None = None
+    memory: ImageMemory | None = None
 
 
 def lower(raw: RawModel, options: CompileOptions) -> Lowered:
@@ -330,9 +350,11 @@ def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = No
         LlmcError: see `lower`.
     """
     about = About(raw.config, raw.generation, raw.encoder is not None)
+    memory = _image_memory(raw, options)
     settings = Settings(
         _max_seq_len(raw, about, options),
         vocab_multiple or math.lcm(_VOCAB_MULTIPLE, options.tp_size),
+        memory.max_seq_len if memory is not None else
         0 if raw.encoder is None else
         _mem_max_seq_len(raw, about, options),
         model=raw.architecture, causal=raw.pooling is None, options=options)
@@ -345,8 +367,8 @@ def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = No
     for step in _FUSE:
         run_pass(step, [graphs], settings, reports)
     _require_kernels(graphs, settings.target)
-    if options.enable_prompt_embeds or (
-            (raw.image or raw.audio) and (raw.image is None or raw.image.token_id is None)):
+    if options.enable_prompt_embeds or (memory is None and (
+            raw.image or raw.audio) and (raw.image is None or raw.image.token_id is None)):
         require_one_reader(raw.graph, raw.architecture, "leave out --enable_prompt_embeds"
                            if options.enable_prompt_embeds else
                            LANGUAGE_MODEL_ONLY)
@@ -361,7 +383,7 @@ def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = No
         raw, raw.encoder, None if raw.features else other_vocab_size[0],
         settings.mem_max_seq_len, dims.vocab_size)
     draft = None if raw.draft is None else describe_draft(raw.draft, other_vocab_size[0])
-    return Fused(graphs, reports, settings, dims, info, draft)
+    return Fused(graphs, reports, settings, dims, info, draft, memory=memory)
 
 
 def _max_seq_len(raw: RawModel, about: About, options: CompileOptions) -> int:
@@ -386,6 +408,36 @@ def _mem_max_seq_len(raw: RawModel, about: About, options: CompileOptions) -> in
     return raw.features.num_rows
 
 
+def _image_memory(raw: RawModel, options: CompileOptions) -> ImageMemory | None:
+    """Describe the images of a prompt that layers attend to; None if none do.
+
+    Raises:
+        LlmcError: the target does not support it, or mem_max_seq_len has no room for an image.
+    """
+    rows = None if raw.image is None else raw.image.attended
+    given = options.mem_max_seq_len
+    if rows is None:
+        if raw.encoder is None and given is not None:
+            raise LlmcError(f"mem_max_seq_len {given} is given, but no layer of "
+                            f"'{raw.architecture}' attends to images; leave it out")
+        return None
+    assert raw.image is not None
+    for name, what, asked in (("enable_prompt_embeds", "prompt embeddings",
+                               options.enable_prompt_embeds),
+                              ("enable_lora", "adapters", options.enable_lora),
+                              ("draft", "draft models", raw.draft is not None),
+                              ("calibrate", "texts of calibration", options.calibrated)):
+        if asked:
+            raise LlmcError(f"layers of '{raw.architecture}' attend to images, which {what} do not "
+                            f"support; leave out --{name}, or {LANGUAGE_MODEL_ONLY}")
+    if given is not None and given < rows.num_rows:
+        raise LlmcError(f"mem_max_seq_len {given} is less than the {rows.num_rows} rows of an "
+                        f"image of '{raw.architecture}'; give at least as many for each image of "
+                        f"a prompt")
+    return ImageMemory(**rows.model_dump(), width=int(raw.image.graph.outputs[0].shape[-1]),
+                       max_seq_len=_DEFAULT_IMAGES * rows.num_rows if given is None else given)
+
+
 def divide(fused: Fused, options: CompileOptions, columns_together: int = 0) -> Lowered:
     """Run the passes from partition on. Consumes the graphs if tp_size is 1.
 
@@ -401,10 +453,11 @@ def divide(fused: Fused, options: CompileOptions, columns_together: int = 0) -> 
     ranks, reports = [fused.graphs], list(fused.reports)
     for step in PASSES[len(_FUSE):]:
         ranks = run_pass(step, ranks, settings, reports)
-    encoders = [graphs[1] for graphs in ranks] if fused.encoder_info else []
+    encoders = [graphs[1] for graphs in ranks] if fused.encoder_info or fused.memory else []
     drafts = [graphs[1:] for graphs in ranks] if fused.draft_info else []
     return Lowered([graphs[0] for graphs in ranks], encoders, drafts, reports, settings,
-                   fused.dims, fused.encoder_info, fused.draft_info, fused.pooling)
+                   fused.dims, fused.encoder_info, fused.draft_info, fused.pooling,
+                   memory=fused.memory)
 
 
 def lower_media(lowered: Lowered, raw: RawModel) -> Lowered:
@@ -463,7 +516,8 @@ def lower_image(lowered: Lowered, raw: RawModel) -> Lowered:
                                          _of_host(settings), "image"))
     for tensor in graph.outputs if device is None else ():
         tensor.shape = ["num_embeds", tensor.shape[-1]]
-    others = [lowered.graphs[0], *(lowered.drafts[0] if lowered.drafts else [])]
+    others = [lowered.graphs[0], *lowered.encoders[:1],
+              *(lowered.drafts[0] if lowered.drafts else [])]
     name_media_weights(others, graph, "image")
     if device is not None:
         name_media_weights([*others, graph], device, "image")
@@ -540,8 +594,7 @@ def run_pass(step: Step, ranks: list[list[gs.Graph]], settings: Settings,
         new: list[Report] = []
         if isinstance(step, GraphPass):
             new = _apply_to_each(step, graphs, settings)
-        elif isinstance(step, RankPass) and (not step.others or (
-                len(graphs) > 1 and part_of(graphs[1], 1) in step.others)):
+        elif isinstance(step, RankPass) and step.applies(graphs):
             new = [Report(step.name, step.run)]
             step.run(graphs, settings, new[0])
         if rank == 0:

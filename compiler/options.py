@@ -204,7 +204,8 @@ class CompileOptions:
         default="the model's; for `target` tensorrt at most 4096",
         least=2, most=MAX_POSITIONS)] = None
     mem_max_seq_len: Annotated[int | None, Declared(
-        "Maximum number of input tokens of an encoder.", default="the model's, at most 4096",
+        "Maximum number of input tokens of an encoder, or of rows of images that layers attend to.",
+        default="the model's, at most 4096; 4 images",
         least=2, most=MAX_POSITIONS)] = None
     max_batch_size: Annotated[int, Declared(
         "Maximum number of sequences of a step, for `target` tensorrt.",

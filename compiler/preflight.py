@@ -420,7 +420,8 @@ def _encoder(options: CompileOptions, about: About) -> str | None:
     if about.has_encoder and not target_spec(options.target).encoders:
         return (f"'{about.name}' is an encoder-decoder model, which target '{options.target}' does "
                 f"not support; compile it with --target cpu, cuda or tensorrt")
-    if not about.has_encoder and options.mem_max_seq_len is not None:
+    # Layers may attend to images, which only the model itself shows.
+    if not about.has_encoder and "image" not in about.media and options.mem_max_seq_len is not None:
         return (f"mem_max_seq_len {options.mem_max_seq_len} is given, but '{about.name}' has no "
                 f"encoder; leave it out")
     return None

@@ -59,8 +59,8 @@ def summarize(manifest: Manifest, batch_size: int = 1) -> dict[str, Any]:
         layers = (*chip.cache, *chip.draft_layers)
         cache = sum(kv_width * layer.token_size * length for layer in layers)
         memory = 0
-        if manifest.encoder is not None and chip.encoder is not None:
-            memory = sum(width * manifest.encoder.max_seq_len * int(tensor.shape[-1])
+        if chip.encoder is not None:
+            memory = sum(width * manifest.mem_max_seq_len * int(tensor.shape[-1])
                          for tensor in chip.encoder.outputs)
         chips.append({
             "rank": chip.rank, "weight_bytes": chip.weight_bytes,

@@ -121,7 +121,7 @@ class Model:
         self.media = None if llm.processor is None else \
             MediaReader(llm.processor, media or MediaLimits())
         self._prompt_embeds = prompt_embeds
-        if prompt_embeds and llm.manifest.embeds_width is None:
+        if prompt_embeds and llm.manifest.prompt_embeds_width is None:
             raise LlmcError("enable_prompt_embeds is given, but the model was compiled without "
                             "prompt embeddings; compile it again with --enable_prompt_embeds")
         self._content_format = content_format

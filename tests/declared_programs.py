@@ -8,7 +8,7 @@ from llmc.runtime.engines.cuda import build_program, declare_arenas
 def limits_of(manifest):
     return dict(dtype=manifest.dtype, max_batch=3, max_tokens=128, max_logits=8,
                 max_seq_len=manifest.dims.max_seq_len, block_size=4,
-                mem_max_seq_len=manifest.encoder.max_seq_len if manifest.encoder else 0,
+                mem_max_seq_len=manifest.mem_max_seq_len,
                 max_loras=2, max_lora_rank=8)
 
 

@@ -64,9 +64,11 @@ def installed() -> Iterator[None]:
     real, exporter = trace.trace, trace._run_exporter
 
     def cached(config: Any, part: Any, layers_name: str | None, trust_remote_code: bool,
-               kept_layers: Sequence[int] = (), by_axis: bool = False) -> onnx.ModelProto:
+               kept_layers: Sequence[int] = (), by_axis: bool = False,
+               to_images: bool = False) -> onnx.ModelProto:
         def make() -> onnx.ModelProto:
-            return real(config, part, layers_name, trust_remote_code, kept_layers, by_axis)
+            return real(config, part, layers_name, trust_remote_code, kept_layers, by_axis,
+                        to_images)
 
         if trace._run_exporter is not exporter or \
                 not type(config).__module__.startswith("transformers."):
@@ -74,7 +76,8 @@ def installed() -> Iterator[None]:
         described = {key: value for key, value in config.to_dict().items()
                      if key != "_name_or_path"}
         return kept(f"{json.dumps(described, sort_keys=True, default=str)} {type(config).__name__} "
-                    f"{part.name} {layers_name} {list(kept_layers)}{' by axis' * by_axis}", make)
+                    f"{part.name} {layers_name} {list(kept_layers)}{' by axis' * by_axis}"
+                    f"{' to images' * to_images}", make)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export, "trace", cached)

@@ -13,6 +13,7 @@ import torch
 from multimodal_models import TEXTS, tiny_model
 from PIL import Image
 from processor_checkpoints import FAMILIES, image_of, write_checkpoint
+from transformers.models.mllama import processing_mllama
 
 import llmc
 from llmc.compiler.check.diff import diff
@@ -45,6 +46,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "aya_vision": ("aya_vision", {"image_size": 112, "patch_size": 14}),
     "cohere2_vision": ("cohere2_vision", {"image_size": 112, "patch_size": 14}),
     "exaone4_5": ("exaone4_5", {"num_heads": 4, "num_key_value_heads": 2}),
+    # Layers of the language model attend to images.
+    "mllama": ("mllama", {"image_size": 112, "patch_size": 28, "attention_heads": 2,
+                          "num_global_layers": 1, "intermediate_layers_indices": [0, 2],
+                          "vision_output_dim": 96}),
     # Positions by axis, with deep rows or recurrent layers.
     "qwen2_vl": ("qwen2_vl", {"hidden_size": 64}),
     "qwen2_5_vl": ("qwen2_vl", {}),
@@ -110,12 +115,29 @@ def joined(arrays, stacked):
     return whole[None] if axis else whole
 
 
+def attended(arrays, ids, token):
+    """Arguments for images that layers attend to, with the masks of transformers' processor."""
+    if not arrays:
+        return {}
+    given = {name: torch.from_numpy(np.concatenate([own[name] for own in arrays], 1))
+             for name in arrays[0]}
+    tiles = given["aspect_ratio_mask"]
+    mask = processing_mllama.convert_sparse_cross_attention_mask_to_dense(
+        [processing_mllama.get_cross_attention_token_mask(list(ids), token)],
+        tiles.sum(-1).tolist(), tiles.shape[-1], len(ids))
+    return {**given, "cross_attention_mask": torch.from_numpy(mask)}
+
+
 def inputs_of(model, prompt, token):
     """Inputs of transformers' model; `token` is that of rows."""
     arrays = [own.item.arrays for own in prompt.ranges]
-    given = {name: torch.from_numpy(joined([own[name] for own in arrays], "image_sizes" in own))
-             for own in arrays[:1] for name in own}
     ids = torch.tensor([prompt.token_ids])
+    if "cross_attention_mask" in inspect.signature(model.forward).parameters:
+        given = attended(arrays, prompt.token_ids, token)
+    else:
+        given = {name: torch.from_numpy(joined([own[name] for own in arrays],
+                                               "image_sizes" in own))
+                 for own in arrays[:1] for name in own}
     if len(arrays) > 1 and "batch_num_images" in inspect.signature(model.forward).parameters:
         given["batch_num_images"] = torch.tensor([len(arrays)])
     kinds = {name: (ids == token).int() for name in ("mm_token_type_ids", "token_type_ids")

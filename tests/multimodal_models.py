@@ -58,6 +58,9 @@ TEXTS = {
     "glm46v": {**families.UNPLANNED["glm"], **_PARTIAL_MROPE},
     "glm_ocr": {**families.UNPLANNED["glm"], **_PARTIAL_MROPE},
     "idefics3": families.FAMILIES["llama"],
+    # The last layer of each kind is equal to one before it.
+    "mllama": {**families.FAMILIES["llama"], "num_hidden_layers": 5,
+               "cross_attention_layers": [1, 3]},
 }
 # Models whose language model is part of another class.
 WHOLES = {"mistral4": "mistral3", "paligemma2": "paligemma", "gemma4_large": "gemma4"}
@@ -113,8 +116,12 @@ def packed(*grids, patch=14, temporal=2):
 def encoder_rows(model, arrays):
     """Rows of transformers' encoder, and those of deep layers."""
     with torch.no_grad():
-        output = image.features_owner(model).get_image_features(
-            **{name: torch.from_numpy(array) for name, array in arrays.items()}, return_dict=True)
+        given = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        owner = image.features_owner(model)
+        if owner is None:  # its layers attend to the rows
+            rows = model.model.vision_model(**given).last_hidden_state
+            return [model.model.multi_modal_projector(rows).flatten(0, -2).numpy()]
+        output = owner.get_image_features(**given, return_dict=True)
     if getattr(output, "pooler_output", None) is None:  # Llama 4's forward projects
         with torch.no_grad():
             output.pooler_output = model.multi_modal_projector(output.last_hidden_state)

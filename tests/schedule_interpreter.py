@@ -135,7 +135,7 @@ class Interpreter:
         self.adapters = {t.name: np.zeros([slots.get(dim, dim) for dim in t.shape],
                                           _DTYPES[t.dtype])
                          for t in self.schedule.tensors if t.kind == "adapters"}
-        self.mem_max_seq_len = self.manifest.encoder.max_seq_len if self.manifest.encoder else 0
+        self.mem_max_seq_len = self.manifest.mem_max_seq_len
         rows = max(64, limits.max_slots * self.mem_max_seq_len)
         self.memory = {t.name: np.zeros((rows, t.shape[1]), self.dtype)
                        for t in self.schedule.tensors if t.kind == "memory"}
@@ -162,8 +162,9 @@ class Interpreter:
         if self.loops and step.memory is not None:
             for row, source in step.encode.items():
                 self.encode(source, row * self.mem_max_seq_len)
-            step = replace(step, encode={}, memory=replace(
-                step.memory, rows=step.memory.rows * np.int32(self.mem_max_seq_len)))
+            step = replace(step, encode={}, memory=EncoderOutputs(
+                step.memory.first_rows(self.mem_max_seq_len),
+                step.memory.encoder_sequence_length))
         assert not step.encode, "the encoder is run by itself"
         for slot, adapter in step.load_adapters.items():
             self._load(slot, adapter.matrices[self.rank])

@@ -290,6 +290,12 @@ def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int],
         if manifest.image and manifest.image.bidirectional:
             state[BIDIRECTIONAL_RANGES] = np.zeros((len(ids), 2), np.int32) \
                 if rows is None or rows.bidirectional_ranges is None else rows.bidirectional_ranges
+        if manifest.memory and chip.encoder:  # no images: a row of zeros
+            state |= {tensor.name: np.zeros((1, tensor.width), np.float32)
+                      for tensor in chip.encoder.outputs}
+            state |= {"memory_starts": np.zeros(1, np.int32),
+                      "encoder_sequence_length": np.ones(1, np.int32),
+                      EMBED_IDS: np.zeros(len(ids), np.int32)}
         if chip.lora:
             state["lora_ids"] = state["lora_logits_ids"] = step.lora_ids
         for name, (dtype, shape) in chip.lora_inputs.items():  # no adapter's rows

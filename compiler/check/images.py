@@ -102,6 +102,9 @@ def read_prompt(manifest: Manifest, root: Path, text: str | None, images: Sequen
     if manifest.image.bidirectional and manifest.target.kind != "cpu":
         raise LlmcError(f"--image is not supported by target '{manifest.target.kind}' for a model "
                         f"whose tokens of an image see each other; compare target cpu")
+    if manifest.memory:
+        raise LlmcError(f"--image is not supported for '{manifest.source.architecture}', whose "
+                        f"layers attend to images; compare texts alone, without --image")
     reader = InputProcessor(manifest, root, 1)
     placeholder = reader.require_processor().placeholders["image"]
     return reader.media_prompt("\n".join([placeholder] * len(images)) if text is None else text,

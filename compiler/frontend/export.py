@@ -45,6 +45,7 @@ from llmc.compiler.frontend.parts import (
     ENCODER,
     POOLED_PARTS,
     Part,
+    attends_to_images,
     build,
     text_config,
     text_prefix,
@@ -149,8 +150,14 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
         for part in parts:
             check_features(model, part)
         check_made(model, completed, origin)
+        to_images = media is not None and media.image is not None \
+            and media.image.row_token_id is None
+        if to_images and not attends_to_images(model):
+            raise LlmcError(f"the processor of '{config.model_type}' gives no rows of the prompt, "
+                            f"and its language model has no cross-attention to images; "
+                            f"{LANGUAGE_MODEL_ONLY}")
         grid = position_grid(complete, clip_sizes(media)) \
-            if media is not None and takes_images else None
+            if media is not None and takes_images and not to_images else None
         # Before the language model: what is not supported ends the compilation early.
         image = audio = None
         if media is not None and takes_images:
@@ -167,9 +174,10 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
                     raise
                 notes.append(f"input of audio is not supported: {error}")
         graphs = [_export_part(copy.deepcopy(config), part, model, completed, origin,
-                               trust_remote_code, names, notes, by_axis=grid is not None)
+                               trust_remote_code, names, notes, by_axis=grid is not None,
+                               to_images=to_images)
                   for part in parts]
-        if not takes_embeds and media is None:
+        if not takes_embeds and (media is None or to_images):
             remove_mark(graphs[0])
         if image is not None:
             _mark_bidirectional(graphs[0], masks, origin)
@@ -306,22 +314,24 @@ def _empty_model(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.M
 
 def _export_part(config: Any, part: Part, model: torch.nn.Module, checkpoint: Checkpoint,
                  origin: str, trust_remote_code: bool, names: dict[int, str],
-                 notes: list[str], by_axis: bool = False) -> gs.Graph:
+                 notes: list[str], by_axis: bool = False,
+                 to_images: bool = False) -> gs.Graph:
     """Export a part as a graph. Adds to `names`, see `attach_weights`, and to `notes`."""
     bound = checkpoint.spelled & model.state_dict().keys()
     try:
         plan = plan_layers(config, part, model, trust_remote_code)
-        traced = _trace_some(plan, part, trust_remote_code, by_axis)
+        traced = _trace_some(plan, part, trust_remote_code, by_axis, to_images)
         graph = repeat(to_graph(traced, exported_names(bound, plan)), plan)
     except CannotRepeat as reason:
         notes.append(f"all layers were exported: {reason}")
-        graph = to_graph(trace(config, part, None, trust_remote_code, (), by_axis), bound)
+        graph = to_graph(trace(config, part, None, trust_remote_code, (), by_axis, to_images),
+                         bound)
     attach_weights(graph, model, checkpoint, origin, names)
     return graph
 
 
 def _trace_some(plan: LayerPlan, part: Part, trust_remote_code: bool,
-                by_axis: bool) -> onnx.ModelProto:
+                by_axis: bool, to_images: bool) -> onnx.ModelProto:
     """Export the layers that a plan picks.
 
     Raises:
@@ -330,7 +340,7 @@ def _trace_some(plan: LayerPlan, part: Part, trust_remote_code: bool,
     """
     try:
         return trace(plan.config, part, plan.layers_name, trust_remote_code,
-                     plan.picked if plan.cut else (), by_axis)
+                     plan.picked if plan.cut else (), by_axis, to_images)
     except DoesNotRun as error:
         raise CannotRepeat(f"the model does not run with a few of them ({error})") from error
 

@@ -25,13 +25,20 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AttentionInterface, AutoModelForImageTextToText, vision_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from llmc.artifacts.manifest import MEDIA_ROWS
 from llmc.artifacts.vision_input import GRID, PACK, SIZES, VisionInput
 from llmc.compiler.frontend import tile_packing
 from llmc.compiler.frontend.media_export import export_encoder, remove_unread
 from llmc.compiler.frontend.one_image import OneImage, OneSize
-from llmc.compiler.frontend.parts import Part, build, text_config
+from llmc.compiler.frontend.parts import (
+    Part,
+    attends_to_images,
+    build,
+    language_model,
+    text_config,
+)
 from llmc.compiler.frontend.reproducible import Reproducible
 from llmc.compiler.frontend.trace import root_cause
 from llmc.compiler.options import LANGUAGE_MODEL_ONLY
@@ -78,12 +85,14 @@ class TracedImageEncoder:
         computed: how its computed inputs are computed.
         inputs: for each sample, the graph's inputs by name.
         padded: whether a sample has fewer rows than the encoder gives, which are the first ones.
+        num_rows: for each sample, the number of rows.
     """
 
     proto: onnx.ModelProto
     computed: tuple[VisionInput, ...]
     inputs: tuple[Arrays, ...]
     padded: bool
+    num_rows: tuple[int, ...]
 
 
 def trace_image(config: Any, samples: Sequence[Arrays], num_rows: Sequence[int] = ()) -> \
@@ -110,7 +119,7 @@ def trace_image(config: Any, samples: Sequence[Arrays], num_rows: Sequence[int] 
             model: Any = build(config, IMAGE, False)
         with torch.device("meta"):
             empty: Any = build(config, IMAGE, False)
-        if features_owner(empty) is None:
+        if features_owner(empty) is None and not attends_to_images(empty):
             raise LlmcError(f"'{config.model_type}' has an image encoder without "
                             f"get_image_features, which llmc does not support; "
                             f"{LANGUAGE_MODEL_ONLY}")
@@ -243,7 +252,8 @@ def _export(model: Any, samples: Sequence[Arrays], runs: Sequence[_Run],
     read = {tensor.name for tensor in proto.graph.input}
     return TracedImageEncoder(proto, tuple(computed), tuple(
         {name: array for name, array in zip(inputs, arrays, strict=True) if name in read}
-        for arrays in zip(*inputs.values(), strict=True)), bool(num_rows))
+        for arrays in zip(*inputs.values(), strict=True)), bool(num_rows),
+        tuple(run.rows[0] for run in runs))
 
 
 def _check_masks(proto: onnx.ModelProto, masks: Sequence[str], samples: Sequence[Arrays],
@@ -311,17 +321,39 @@ def features_owner(model: Any) -> Any:
 def _features(model: Any, arrays: Mapping[str, Any]) -> list[torch.Tensor]:
     """Run `get_image_features`; return its rows, [num_rows, width], and those of deep layers."""
     owner = features_owner(model)
-    known = inspect.signature(owner.get_image_features).parameters
+    known = inspect.signature(
+        model.forward if owner is None else owner.get_image_features).parameters
     unknown = [name for name in arrays if name not in known
                and not _takes(model, name)]
     if unknown:
         raise LlmcError(f"the processor gives {unknown[0]!r}, which the image encoder does not "
                         f"take")
+    if owner is None:
+        return [_joined(attended_rows(model, arrays))]
     output = owner.get_image_features(**arrays, return_dict=True)
     if getattr(output, "pooler_output", None) is None:
         return [_joined(placed_rows(model, output))]
     deep = getattr(output, "deepstack_features", None) or ()
     return [_joined(each) for each in (output.pooler_output, *deep)]
+
+
+def attended_rows(model: Any, arrays: Mapping[str, Any]) -> torch.Tensor:
+    """Return the rows of images that layers of a language model attend to, [..., width].
+
+    The model runs with a language model that returns them.
+
+    Args:
+        model: see `attends_to_images`.
+        arrays: what the processor gives for images.
+    """
+    def returned(*args: Any, cross_attention_states: Any = None, **others: Any) -> Any:
+        return BaseModelOutputWithPast(last_hidden_state=cross_attention_states)
+
+    ids = torch.zeros((1, 1), dtype=torch.int64, device=arrays["pixel_values"].device)
+    with _method(language_model(model), "forward", returned):
+        rows: torch.Tensor = model.base_model.forward(
+            input_ids=ids, use_cache=False, return_dict=True, **arrays).last_hidden_state
+    return rows
 
 
 class _Placed(Exception):

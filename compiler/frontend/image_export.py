@@ -6,8 +6,9 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmc.artifacts.manifest import PositionGrid
-from llmc.compiler.frontend.image import IMAGE, trace_image
+from llmc.artifacts.manifest import AttendedRows, PositionGrid
+from llmc.artifacts.vision_input import TILES
+from llmc.compiler.frontend.image import IMAGE, TracedImageEncoder, trace_image
 from llmc.compiler.frontend.image_masks import ImageMasks, image_masks
 from llmc.compiler.frontend.media_export import encoder_graph, name_sizes
 from llmc.compiler.frontend.raw import RawImageEncoder
@@ -42,17 +43,36 @@ def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
         LlmcError: the encoder cannot be exported, or a tensor is missing or has another shape.
     """
     samples = _samples(Processor(description))
+    assert description.image is not None
+    attended = description.image.row_token_id is None
     traced = trace_image(copy.deepcopy(config), [item.arrays for item in samples],
-                         [item.num_rows for item in samples])
+                         () if attended else [item.num_rows for item in samples])
     graph = encoder_graph(traced.proto, config, IMAGE, tensors, origin, names)
     inputs = tuple(ImageSample.of(arrays, graph.inputs) for arrays in traced.inputs)
     name_sizes(graph, "image")
     return RawImageEncoder(graph, traced.computed, grid, masks.kind, masks.token_id,
-                           traced.padded, inputs)
+                           traced.padded, inputs,
+                           _attended(samples, traced) if attended else None)
+
+
+def _attended(samples: Sequence[MediaItem], traced: TracedImageEncoder) -> AttendedRows:
+    """Describe the rows of an image that layers of the language model attend to.
+
+    Raises:
+        LlmcError: images have different numbers of rows, or rows that are not of tiles.
+    """
+    tiles = {own.arrays[TILES].shape[-1] for own in samples if TILES in own.arrays}
+    if len({*traced.num_rows}) > 1 or len(tiles) != 1 or traced.num_rows[0] % min(tiles):
+        raise LlmcError(f"images have {', '.join(map(str, sorted({*traced.num_rows})))} rows for "
+                        f"cross-attention, expected as many in each of a number of tiles that is "
+                        f"the same for all images; {LANGUAGE_MODEL_ONLY}")
+    return AttendedRows(tiles_per_image=min(tiles), rows_per_tile=traced.num_rows[0] // min(tiles))
 
 
 def check_language_model(config: Any, description: ProcessorDescription) -> ImageMasks:
     """Determine how a language model reads images besides their rows.
+
+    Rows that layers attend to are not in the prompt.
 
     Raises:
         LlmcError: names what is not supported.
@@ -60,8 +80,7 @@ def check_language_model(config: Any, description: ProcessorDescription) -> Imag
     assert description.image is not None
     row_token = description.image.row_token_id
     if row_token is None:
-        raise LlmcError(f"'{config.model_type}' has cross-attention to images, which llmc does not "
-                        f"support with images; {LANGUAGE_MODEL_ONLY}")
+        return ImageMasks()
     return image_masks(config, row_token)
 
 

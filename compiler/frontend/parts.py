@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +79,16 @@ def text_prefix(model: Any) -> str:
         return ""
     return next((f"{name}." for name, module in model.named_modules()
                  if name and type(getattr(module, "config", None)) is type(text)), "")
+
+
+def attends_to_images(model: Any) -> bool:
+    """Whether layers of a decoder attend to rows of images (cross-attention)."""
+    return "cross_attention_states" in inspect.signature(model.forward).parameters
+
+
+def language_model(model: Any) -> Any:
+    """Return the language model of a multimodal model, without its LM head."""
+    return model.get_submodule(text_prefix(model).removesuffix("."))
 
 
 def causal_lm_class(config: Any) -> Any:

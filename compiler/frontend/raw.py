@@ -14,6 +14,7 @@ import onnx_graphsurgeon as gs
 from tokenizers import Tokenizer
 
 from llmc.artifacts.manifest import (
+    AttendedRows,
     Bidirectional,
     DraftChain,
     DraftKind,
@@ -101,6 +102,7 @@ class RawImageEncoder:
         token_id: token id that the language model reads at positions of rows; None: the prompt's.
         padded: whether an image has fewer rows than the encoder gives, which are the first ones.
         samples: its inputs for images of several sizes.
+        attended: rows that layers of the language model attend to; None: rows of the prompt.
     """
 
     graph: gs.Graph
@@ -110,6 +112,7 @@ class RawImageEncoder:
     token_id: int | None = None
     padded: bool = False
     samples: tuple[ImageSample, ...] = ()
+    attended: AttendedRows | None = None
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,8 @@ class RawModel:
             softcap, causal, layer) if the model uses transformers' attention interface. The hidden
             state after layer i is named `hidden_states.i` if the frontend knows it. For an
             encoder-decoder model this is the decoder, which also has an input `encoder_output`
-            float32 [batch, mem_seq, hidden_size].
+            float32 [batch, mem_seq, hidden_size]. So has a model whose layers attend to images,
+            and `after_image` float32 [batch, seq, 1], 1 for tokens after an image and 0 for others.
         config: the Hugging Face config as plain data.
         kind: huggingface, gguf or onnx.
         save_tokenizer: writes tokenizer files into a directory.

@@ -43,6 +43,7 @@ from llmc.compiler.frontend.parts import (
     ROOT,
     Part,
     build,
+    language_model,
     text_config,
 )
 from llmc.compiler.frontend.recurrence import states_as_nodes
@@ -50,7 +51,7 @@ from llmc.compiler.frontend.repeat import cut_layers
 from llmc.compiler.frontend.reproducible import Reproducible
 from llmc.compiler.graph.constants import fold_constants
 from llmc.compiler.graph.embeds import TOKEN_EMBEDS
-from llmc.compiler.graph.names import ENCODER_OUTPUT, POSITION_IDS
+from llmc.compiler.graph.names import AFTER_IMAGE, ENCODER_OUTPUT, POSITION_IDS
 from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT
 from llmc.compiler.graph.recurrence import CONVOLUTION, RECURRENCE
 from llmc.compiler.graph.rewrite import is_op, tidy
@@ -77,7 +78,8 @@ class DoesNotRun(LlmcError):
 
 
 def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: bool,
-          kept: Sequence[int] = (), by_axis: bool = False) -> onnx.ModelProto:
+          kept: Sequence[int] = (), by_axis: bool = False,
+          to_images: bool = False) -> onnx.ModelProto:
     """Export a model from its config.
 
     The result depends only on the arguments and the versions of libraries, not on a checkpoint.
@@ -92,6 +94,7 @@ def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: b
         trust_remote_code: run code that comes with the model.
         kept: indices of the layers to export; empty: all.
         by_axis: whether a causal LM takes a position by each axis, `POSITION_IDS`.
+        to_images: whether a causal LM takes the rows of images that its layers attend to.
 
     Raises:
         DoesNotRun: the model's code raises an error.
@@ -101,7 +104,8 @@ def trace(config: Any, part: Part, layers_name: str | None, trust_remote_code: b
     for implementation in (ATTENTION, "eager"):
         config._attn_implementation = implementation
         try:
-            exported = _run_exporter(config, part, trust_remote_code, layers_name, kept, by_axis)
+            exported = _run_exporter(config, part, trust_remote_code, layers_name, kept, by_axis,
+                                     to_images)
         except Contradiction as error:
             raise Contradiction(f"'{config.model_type}' contradicts itself: {error}; "
                                 f"use another model") from error
@@ -143,7 +147,8 @@ def root_cause(error: BaseException) -> str:
 
 
 def _run_exporter(config: Any, part: Part, trust_remote_code: bool, layers_name: str | None = None,
-                  kept: Sequence[int] = (), by_axis: bool = False) -> ir.Model:
+                  kept: Sequence[int] = (), by_axis: bool = False,
+                  to_images: bool = False) -> ir.Model:
     AttentionInterface.register(ATTENTION, functools.partial(_sdpa, part))
     _disable_extra_outputs(config)
     # Buffers, such as rotary tables and scales, keep their values.
@@ -157,7 +162,8 @@ def _run_exporter(config: Any, part: Part, trust_remote_code: bool, layers_name:
         _mark_embeddings(model)
     model.tie_weights()  # init_empty_weights has untied them
     longest = getattr(text_config(config), "max_position_embeddings", None)
-    return _export_module(model, part, longest, lambda: _wrap(model, part, by_axis))
+    return _export_module(model, part, longest, lambda: _wrap(model, part, by_axis,
+                                                                to_images))
 
 
 def trace_draft(model: torch.nn.Module, width: int, max_positions: int | None,
@@ -279,7 +285,7 @@ def _select_all_keys(model: torch.nn.Module) -> None:
             module.forward = select
 
 
-def _wrap(model: Any, part: Part, by_axis: bool = False) -> \
+def _wrap(model: Any, part: Part, by_axis: bool = False, to_images: bool = False) -> \
         tuple[torch.nn.Module, dict[str, tuple[torch.Tensor, str]], Sequence[str]]:
     """Return what `_export_module` needs for a part of a model."""
     ids = torch.zeros((2, 5), dtype=torch.int64), "seq"
@@ -301,6 +307,11 @@ def _wrap(model: Any, part: Part, by_axis: bool = False) -> \
         return _Pooled(model, "use_cache" in parameters), inputs, [POOLED]
     takes_positions = "position_ids" in parameters
     positions = torch.arange(5)[None].expand(2, 5).clone(), "seq"
+    if to_images:
+        rows = torch.zeros((2, 7, text_config(model.config).hidden_size)), "mem_seq"
+        return _AttendsToImages(model), {
+            "input_ids": ids, "position_ids": positions, ENCODER_OUTPUT: rows,
+            AFTER_IMAGE: (torch.ones((2, 5, 1)), "seq")}, ["logits"]
     if by_axis and takes_positions:
         several = {name: (positions[0].clone(), "seq") for name in POSITION_IDS}
         return _ByAxis(model), {"input_ids": ids} | several, ["logits"]
@@ -459,6 +470,38 @@ class _ByAxis(torch.nn.Module):
         logits: torch.Tensor = self.model(input_ids=input_ids, position_ids=positions,
                                           use_cache=False, return_dict=False)[0]
         return logits
+
+
+class _AttendsToImages(torch.nn.Module):
+    """Tokens, the rows of images that layers attend to, and 1 for tokens after one, to logits."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor,
+                encoder_output: torch.Tensor, after_image: torch.Tensor) -> torch.Tensor:
+        model: Any = self.model
+        hidden = language_model(model)(
+            input_ids=input_ids, position_ids=position_ids, cross_attention_states=encoder_output,
+            full_text_row_masked_out_mask=_PerToken(after_image), use_cache=False,
+            return_dict=True).last_hidden_state
+        logits: torch.Tensor = model.get_output_embeddings()(hidden)
+        return logits
+
+
+class _PerToken:
+    """A factor of each token [batch, 1, seq, 1] in layers that select [:, 0].
+
+    Args:
+        factors: [batch, seq, 1].
+    """
+
+    def __init__(self, factors: torch.Tensor) -> None:
+        self._factors = factors
+
+    def __getitem__(self, index: object) -> torch.Tensor:
+        return self._factors
 
 
 class _Pooled(torch.nn.Module):

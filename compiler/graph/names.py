@@ -2,6 +2,7 @@
 
 HIDDEN_STATE = "hidden_states.{}"  # after that layer
 ENCODER_OUTPUT = "encoder_output"
+AFTER_IMAGE = "after_image"  # factor of each token, where layers attend to images: 1 or 0
 # Positions of tokens, of models that have several by axis: frame, row and column.
 POSITION_IDS = ("position_ids", "position_ids_1", "position_ids_2")
 SCALED = ".scaled"  # suffix of a tensor that calibration divides by channel scales

@@ -7,27 +7,37 @@ Result:  encoder: … → encoder_output → GemmBiasAct(Wk) → memory_key_<lay
 
 Nodes that depend on the encoder output and not on the decoder's tokens move to the encoder. It is
 an error if anything but attention's keys and values reads their results.
+
+Where layers attend to images, the encoder output is the rows of images, and there is no encoder
+before. A prompt without images has one row of zeros, for which attention gives zeros.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
+from llmc import plugins
+from llmc.artifacts.manifest import INPUT_FEATURES
 from llmc.compiler.graph.names import ENCODER_OUTPUT
 from llmc.compiler.graph.notes import VocabularySize
 from llmc.compiler.graph.probe import data_tensors
 from llmc.compiler.graph.rewrite import (
     Report,
     Settings,
+    consumers,
     describe,
     op_of,
+    operands,
     part_of,
+    producer,
     tidy,
     values_of,
 )
 from llmc.compiler.graph.weights import Weight
+from llmc.compiler.options import LANGUAGE_MODEL_ONLY
 from llmc.compiler.passes.packing import token_table
 from llmc.errors import LlmcError
 
@@ -88,13 +98,21 @@ def _weights(graph: gs.Graph) -> dict[str, gs.Constant]:
             if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight)}
 
 
-def move_memory(graphs: Sequence[gs.Graph], settings: Settings, report: Report) -> None:
+def move_memory(graphs: list[gs.Graph], settings: Settings, report: Report) -> None:
     """Move nodes that depend on the encoder output alone from a rank's decoder to its encoder.
 
+    Without an encoder, one that reads the rows of images is appended.
+
     Raises:
-        LlmcError: the decoder uses the encoder output other than as keys and values.
+        LlmcError: the decoder uses the encoder output other than as keys and values, or attention
+            to a row of zeros is not zero.
     """
-    decoder, encoder = graphs
+    decoder, of_images = graphs[0], len(graphs) == 1
+    if of_images:
+        rows = next(tensor for tensor in decoder.inputs if tensor.name == ENCODER_OUTPUT)
+        rows = gs.Variable(INPUT_FEATURES, np.float32, ("num_tokens", rows.shape[-1]))
+        graphs.append(gs.Graph(inputs=[rows], outputs=[rows], opset=plugins.OPSET))
+    encoder = graphs[1]
     source, = encoder.outputs
     tokens = data_tensors(decoder, ("input_ids",))
     memory = data_tensors(decoder, (ENCODER_OUTPUT,)) - tokens
@@ -110,6 +128,8 @@ def move_memory(graphs: Sequence[gs.Graph], settings: Settings, report: Report) 
             if not kind or not tensor.inputs:
                 raise LlmcError(f"{describe(node)} reads {describe(tensor)}, which depends on the "
                                 f"encoder output; supported only as attention's keys and values")
+            if of_images:
+                _require_no_bias(decoder, node, tensor)
             if id(tensor) not in memory_inputs:
                 number = sum(kind in other.name for other in memory_inputs.values())
                 memory_inputs[id(tensor)] = gs.Variable(f"memory_{kind}_{number}", tensor.dtype,
@@ -137,6 +157,18 @@ def move_memory(graphs: Sequence[gs.Graph], settings: Settings, report: Report) 
     tidy(encoder)
     tidy(decoder)
     report.count("memory", len(outputs))
+
+
+def _require_no_bias(graph: gs.Graph, attention: gs.Node, memory: gs.Tensor) -> None:
+    """Check that attention to a row of zeros adds nothing.
+
+    Raises:
+        LlmcError: a linear layer before or after it has a bias.
+    """
+    for node in (producer(memory), *consumers(graph, attention.outputs[0])):
+        if node is not None and "bias" in operands(node):
+            raise LlmcError(f"{describe(node)} of attention to images has a bias, which prompts "
+                            f"without images would add; {LANGUAGE_MODEL_ONLY}")
 
 
 def _kind(node: gs.Node, position: int) -> str:

@@ -18,7 +18,7 @@ import onnx_graphsurgeon as gs
 
 from llmc.artifacts.manifest import INPUT_FEATURES
 from llmc.compiler.graph.constants import fold_constants
-from llmc.compiler.graph.names import ENCODER_OUTPUT
+from llmc.compiler.graph.names import AFTER_IMAGE, ENCODER_OUTPUT
 from llmc.compiler.graph.probe import ELEMENTWISE
 from llmc.compiler.graph.rewrite import (
     CannotEvaluate,
@@ -384,9 +384,9 @@ EXPAND = Rule("expand", frozenset({"Expand"}), _is_redundant_expand,
 
 
 def _known_shape(node: gs.Node, settings: Settings) -> gs.Node | NoMatch | None:
-    """A Shape of a computed tensor whose dimensions are integers or an input's."""
+    """A Shape of a computed tensor, or of the factor of tokens, of known dimensions."""
     tensor = node.inputs[0]
-    if not tensor.inputs:
+    if not tensor.inputs and tensor.name != AFTER_IMAGE:  # which is removed
         return None  # of an input
     if tensor.shape is None or not all(isinstance(dim, int) or dim in _DIMENSIONS
                                        for dim in _dimensions(node)):

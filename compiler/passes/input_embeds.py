@@ -9,6 +9,11 @@ Result:  x = hidden state → AddEmbeds(x, deep_embeds_i, embed_ids), likewise
 The first mark is at the output of the model's embedding module, where transformers takes
 `inputs_embeds`. Only models that take such rows have it. Nothing else may read the token ids, as a
 row has none.
+
+Given:   x = hidden state → Mul(x, after_image), where layers attend to images
+Result:  x = hidden state → InputEmbeds(x, embeds, embed_ids)
+
+There `embeds` is one row of zeros, which tokens have that are not after an image.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import onnx_graphsurgeon as gs
 
 from llmc.artifacts.manifest import DEEP_EMBEDS_PREFIX, EMBED_IDS, EMBEDS
 from llmc.compiler.graph.embeds import DEEP_EMBEDS, TOKEN_EMBEDS
+from llmc.compiler.graph.names import AFTER_IMAGE
 from llmc.compiler.graph.rewrite import (
     Report,
     Rule,
@@ -31,6 +37,7 @@ from llmc.compiler.graph.rewrite import (
     operands,
     replace,
 )
+from llmc.compiler.options import LANGUAGE_MODEL_ONLY
 from llmc.errors import LlmcError
 from llmc.plugins import Op
 from llmc.plugins.add_embeds.op import OP as ADD_EMBEDS
@@ -48,8 +55,14 @@ class _Marked:
 def input_embeds(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass."""
     rules = [Rule("input-embeds", frozenset({TOKEN_EMBEDS.name}), _token_embeds, _rewrite),
-             Rule("deep-embeds", frozenset({DEEP_EMBEDS.name}), _deep_embeds, _rewrite)]
+             Rule("deep-embeds", frozenset({DEEP_EMBEDS.name}), _deep_embeds, _rewrite),
+             Rule("after-image", frozenset({"Mul"}), _after_image, _rewrite)]
     apply_rules(graph, rules, settings, report)
+    factor = next((tensor for tensor in graph.inputs if tensor.name == AFTER_IMAGE), None)
+    reader = next(iter(consumers(graph, factor)), None) if factor is not None else None
+    if reader is not None:
+        raise LlmcError(f"{describe(reader)} of '{settings.model}' uses which tokens are after an "
+                        f"image other than as a factor; {LANGUAGE_MODEL_ONLY}")
 
 
 def _token_embeds(node: gs.Node, settings: Settings) -> _Marked:
@@ -61,10 +74,19 @@ def _deep_embeds(node: gs.Node, settings: Settings) -> _Marked:
                    f"{DEEP_EMBEDS_PREFIX}{node.attrs['index']}", ADD_EMBEDS)
 
 
+def _after_image(node: gs.Node, settings: Settings) -> _Marked | None:
+    factors = [tensor for tensor in node.inputs if tensor.name == AFTER_IMAGE]
+    others = [tensor for tensor in node.inputs if tensor.name != AFTER_IMAGE]
+    return _Marked(others[0], node.outputs[0], EMBEDS, INPUT_EMBEDS) \
+        if len(factors) == 1 and len(others) == 1 else None
+
+
 def _rewrite(graph: gs.Graph, match: _Marked, settings: Settings) -> None:
     shape = tuple(match.x.shape)
-    embeds = gs.Variable(match.name, np.float32, ("num_embeds", shape[-1]))
-    graph.inputs.append(embeds)
+    embeds = next((tensor for tensor in graph.inputs if tensor.name == match.name), None)
+    if embeds is None:
+        embeds = gs.Variable(match.name, np.float32, ("num_embeds", shape[-1]))
+        graph.inputs.append(embeds)
     replace(graph, match.op, {"x": match.x, "embeds": embeds, "embed_ids": graph_input(
         graph, EMBED_IDS, shape[:-1])}, [match.output])
 

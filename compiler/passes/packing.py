@@ -17,6 +17,7 @@ import onnx_graphsurgeon as gs
 from llmc.artifacts.manifest import (
     BIDIRECTIONAL_RANGES,
     EMBED_IDS,
+    EMBEDS,
     HIDDEN,
     INPUT_FEATURES,
     POOLED,
@@ -141,7 +142,8 @@ def select_tokens(graph: gs.Graph, settings: Settings, report: Report) -> None:
     selected: dict[int, gs.Variable] = {}
     for node in nodes:
         for index, tensor in enumerate(node.inputs):
-            if tensor.is_empty() or isinstance(tensor, gs.Constant) or id(tensor) in inside:
+            if tensor.is_empty() or isinstance(tensor, gs.Constant) or id(tensor) in inside \
+                    or tensor.name == EMBEDS:
                 continue
             if id(tensor) not in selected:
                 shape = None if tensor.shape is None else ("num_logits", *tensor.shape[1:])

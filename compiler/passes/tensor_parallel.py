@@ -255,6 +255,8 @@ def _choose(graph: gs.Graph, node: gs.Node, plan: Plan) -> Shard | None:
             cut = next((t for t in node.inputs if plan.is_cut(t)), None)
             if cut is not None:
                 plan.columns[id(result)] = plan.columns[id(cut)]
+                if id(cut) in plan.shares:  # of normalized heads
+                    plan.shares[id(result)] = plan.shares[id(cut)]
                 return way
     if _stays_partial(graph, node, plan):
         plan.partial.add(id(result))
@@ -321,7 +323,8 @@ def _columns(graph: gs.Graph, node: gs.Node, way: ByRows, plan: Plan) -> list[np
         return plan.region.columns[id(result)]
     if not _can_be_cut(graph, result, plan):
         return None
-    users = consumers(graph, result)
+    of_heads = _normed_heads(graph, result) or result
+    users = consumers(graph, of_heads)
     attention = users[0] if len(users) == 1 else None
     heads = shard_of(attention, ByHeads)
     if attention is None or heads is None:
@@ -329,7 +332,7 @@ def _columns(graph: gs.Graph, node: gs.Node, way: ByRows, plan: Plan) -> list[np
             return None
         return deal_columns(width, tp_size,
                             columns_together(graph, result, plan.group_size))
-    name = next(name for name in heads.heads if operand(attention, name) is result)
+    name = next(name for name in heads.heads if operand(attention, name) is of_heads)
     fields = attention.attrs
     shares = share_heads(fields["num_heads"], fields["num_kv_heads"], tp_size)
     plan.shares[id(result)] = shares
@@ -361,9 +364,27 @@ def _takes_cut(graph: gs.Graph, user: gs.Node, tensor: gs.Tensor, plan: Plan) ->
         elif isinstance(way, ByHeads):
             if any(operand(user, name) is tensor for name in way.heads):
                 return _can_be_cut(graph, user.outputs[0], plan)
-        elif isinstance(way, ByElements) and _follows(user, way, tensor):
+        elif isinstance(way, ByElements | ByGroups) and (
+                _follows(user, way, tensor) if isinstance(way, ByElements)
+                else _normed_heads(graph, tensor) is user.outputs[0]):
             return _can_be_cut(graph, user.outputs[0], plan)
     return False
+
+
+def _normed_heads(graph: gs.Graph, tensor: gs.Tensor) -> gs.Tensor | None:
+    """The result of a norm of a tensor's heads, if only attention reads it."""
+    users = consumers(graph, tensor)
+    norm = users[0] if len(users) == 1 else None
+    way = shard_of(norm, ByGroups)
+    if norm is None or way is None or operand(norm, way.x) is not tensor:
+        return None
+    readers = consumers(graph, norm.outputs[0])
+    attention = readers[0] if len(readers) == 1 else None
+    heads = shard_of(attention, ByHeads)
+    if attention is None or heads is None or not any(
+            operand(attention, name) is norm.outputs[0] for name in heads.heads):
+        return None
+    return norm.outputs[0]
 
 
 def _follows(user: gs.Node, way: ByElements, tensor: gs.Tensor) -> bool:

@@ -56,8 +56,12 @@ def inspect_command(directory: Path | None, case_dir: Path | None, verify: bool,
     for kind, encoder in manifest.media.items():
         arrays = "; ".join(f"{tensor.name} {tensor.dtype} [{', '.join(map(str, tensor.shape))}]"
                            for tensor in encoder.inputs)
-        console.print(f"{kind} encoder: {arrays} to rows of {manifest.embeds_width}", markup=False)
-    memory = ["encoder output per prompt (MB)"] if manifest.encoder is not None else []
+        width = manifest.memory.width if manifest.memory else manifest.embeds_width
+        console.print(f"{kind} encoder: {arrays} to rows of {width}", markup=False)
+    if manifest.memory is not None:
+        console.print(f"cross-attention: to at most {manifest.memory.max_seq_len} rows of the "
+                      f"images of a prompt; an image has {manifest.memory.num_rows}")
+    memory = ["encoder output per prompt (MB)"] if manifest.mem_max_seq_len else []
     table = Table("chip", "weights (MB)", "KV cache per token (KB)", *memory, "heads",
                   "KV heads", "steps")
     for chip in summary["chips"]:

@@ -50,6 +50,10 @@ class EncoderRows:
         else:
             self.give_back(row.index)
 
+    def has(self, key: bytes) -> bool:
+        """Whether a row has the outputs for a key, or will have them in the next step."""
+        return key in self._used or key in self._kept
+
     def row(self, key: bytes) -> int:
         """The row of a key in use."""
         return self._used[key].index

@@ -36,6 +36,7 @@ from llmc.limits import MAX_SEQUENCES
 from llmc.memory import memory_errors
 from llmc.runtime.core.adapters import AdapterRegistry
 from llmc.runtime.core.encoder_cache import EncoderCache
+from llmc.runtime.core.image_memory import NO_IMAGES
 from llmc.runtime.core.loop import (
     ClientCall,
     Loop,
@@ -250,10 +251,11 @@ class _Loaded:
         try:
             for placements in find_devices(self.manifest, devices):
                 engine = load_replica(self.manifest, self.case_dir, placements, config)
-                encodes = self.manifest.encoder is not None
+                encodes = self.manifest.mem_max_seq_len > 0
                 dims = self.manifest.dims
                 planner = plan_drafts(engine, speculation, dims.max_seq_len, dims.vocab_size,
-                                      encodes=encodes)
+                                      source=NO_IMAGES if self.manifest.memory else
+                                      [0] if encodes else None)
                 self._loops.append(Loop(
                     engine, Scheduler(engine.limits, config.max_num_batched_tokens,
                                       max_itl=max_itl, reuse=prefix_reuse, drafts=planner,
@@ -275,7 +277,7 @@ class _Loaded:
     def _encoder_cache(self) -> EncoderCache | None:
         """A replica's cache of encoded images and audio; None if prompts have none."""
         width = self.manifest.embeds_width
-        if not self.manifest.media or width is None:
+        if not self.manifest.media or width is None or self.manifest.memory:
             return None
         row_bytes = 4 * width * (1 + self.manifest.num_deep_embeds)
         return EncoderCache(self._encoder_cache_bytes, row_bytes)

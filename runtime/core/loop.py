@@ -17,6 +17,7 @@ import numpy as np
 from llmc.errors import LlmcError
 from llmc.runtime.core.adapters import Adapter
 from llmc.runtime.core.fair_queue import WaitingGroup
+from llmc.runtime.core.image_memory import PromptMemory
 from llmc.runtime.core.pacing import StepPacer
 from llmc.runtime.core.pooling import Pooled, RunningPooling, require_finite
 from llmc.runtime.core.prompt_scores import PromptScores
@@ -476,7 +477,8 @@ class Loop:
             source = request.encoder_input if self._encodes else None
             prompt, key = list(request.prompt), call.scheduling.salt + request.key(self._encodes)
             count = request.params.prompt_logprobs
-            rows = () if request.embeds is None else request.embeds.positions.tolist()
+            rows = request.embeds.positions.tolist() if request.embeds is not None else \
+                request.memory.positions if request.memory is not None else ()
             scores = None if count is None else PromptScores(prompt, count, rows)
             for sample in call.samples(request):
                 yield self._sequence(call, request, number, sample, prompt, key, source, scores)
@@ -532,8 +534,8 @@ class Loop:
                                                   prompt_lookup=limits.prompt_lookup))
         return planner.sequence(NgramDrafter(
             request.prompt, request.prediction,
-            () if source is None or isinstance(source, np.ndarray) or self._method == "off"
-            else source))
+            () if source is None or isinstance(source, np.ndarray | PromptMemory)
+            or self._method == "off" else source))
 
     def _leave(self, sequence: Sequence) -> None:
         call = self._remove(sequence)

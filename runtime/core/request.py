@@ -16,11 +16,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from llmc.artifacts.manifest import MANIFEST_NAME, PROCESSOR, ImageEncoderProgram, Manifest
+from llmc.artifacts.manifest import (
+    MANIFEST_NAME,
+    PROCESSOR,
+    ImageEncoderProgram,
+    ImageMemory,
+    Manifest,
+)
 from llmc.artifacts.vision_input import UNREAD
 from llmc.errors import LlmcError, shown
 from llmc.runtime.chat_template import ChatTemplate
 from llmc.runtime.core.adapters import Adapter
+from llmc.runtime.core.image_memory import NO_IMAGES, PromptMemory, prompt_memory
 from llmc.runtime.core.input_embeds import InputEmbeds
 from llmc.runtime.core.prompt_scores import PromptScores
 from llmc.runtime.core.scheduler import SequenceOutput
@@ -163,6 +170,7 @@ class Request:
         embeds: rows in place of the embeddings of some of `prompt`.
         features: float32 [num_rows, width], rows that the encoder reads in place of tokens.
         rules: rules of speech.
+        memory: images that layers attend to, of a model with such layers.
     """
 
     index: int
@@ -177,10 +185,13 @@ class Request:
     embeds: InputEmbeds | None = None
     features: np.ndarray | None = None
     rules: SpeechRules | None = None
+    memory: PromptMemory | None = None
 
     @property
     def encoder_input(self) -> EncoderInput:
         """What an encoder reads."""
+        if self.memory is not None:
+            return self.memory
         return self.source if self.features is None else self.features
 
     @property
@@ -194,14 +205,15 @@ class Request:
 
     def sampler(self, sample: int) -> Sampler:
         """Create the sampler of one of its completions."""
-        prompt = self.prompt if self.embeds is None else self.source
+        prompt = self.prompt if self.embeds is None and self.memory is None else self.source
         return Sampler(self.params, sample, prompt, sorted(self.decoding.end_tokens),
                        self.decoding.bad_words, self.forced, self.rules)
 
     def key(self, encoded: bool) -> bytes:
         """Bytes that determine the KV cache's contents, in addition to the decoder's tokens."""
-        dtype = np.int64 if self.features is None else np.float32
-        source = np.asarray(self.encoder_input, dtype).tobytes() if encoded else b""
+        source = b"" if not encoded else self.memory.key if self.memory is not None else \
+            np.asarray(self.source, np.int64).tobytes() if self.features is None else \
+            np.asarray(self.features, np.float32).tobytes()
         adapter = b"" if self.adapter is None else self.adapter.key
         return hashlib.sha256(source + adapter).digest() if source or adapter else b""
 
@@ -477,10 +489,12 @@ class InputProcessor:
         for index, (prompt, given) in enumerate(zip(read, each, strict=True)):
             if id(given) not in decodings:
                 decodings[id(given)] = self._decoding(given)
-            embeds = None
+            embeds, memory = None, NO_IMAGES if self.manifest.memory else None
             if isinstance(prompt, UnprocessedPrompt):
                 prompt = self.media_prompt(prompt.prompt, prompt.images, prompt.audio, True)
-            if isinstance(prompt, MediaPrompt):
+            if isinstance(prompt, MediaPrompt) and self.manifest.memory:
+                decoded, source, memory = self._read_attended(prompt, self.manifest.memory)
+            elif isinstance(prompt, MediaPrompt):
                 decoded, source, embeds = self._read_media(prompt, given)
             elif isinstance(prompt, EmbedsPrompt):
                 decoded, source, embeds = self._read_embeds(prompt, given)
@@ -494,7 +508,7 @@ class InputProcessor:
             limit = min(given.max_tokens, room)
             requests.append(Request(index, decoded, source, decodings[id(given)], limit,
                                     self._forced_tokens(given, limit),
-                                    self._prediction(given), embeds=embeds))
+                                    self._prediction(given), embeds=embeds, memory=memory))
         return requests
 
     def _read_embeds(self, prompt: EmbedsPrompt, params: SamplingParams) -> \
@@ -504,7 +518,10 @@ class InputProcessor:
         Raises:
             LlmcError: the model does not take it, or its parameters ask for what rows do not have.
         """
-        width = self.manifest.embeds_width
+        width = self.manifest.prompt_embeds_width
+        if self.manifest.memory:
+            raise LlmcError(f"layers of '{self.manifest.source.architecture}' attend to images, "
+                            f"which prompt embeddings do not support; give text or token ids")
         if width is None:
             raise LlmcError(f"'{self.manifest.source.architecture}' was compiled without prompt "
                             f"embeddings; compile it again with --enable_prompt_embeds")
@@ -545,6 +562,25 @@ class InputProcessor:
         for position in embeds.positions.tolist():
             read[position] = image.token_id
         return read, ids, embeds
+
+    def _read_attended(self, prompt: MediaPrompt, rows: ImageMemory) -> \
+            tuple[Sequence[int], Sequence[int], PromptMemory]:
+        """Check a prompt with images that layers attend to.
+
+        Returns:
+            `prompt`, `source` and `memory` of its request.
+
+        Raises:
+            LlmcError: the model does not take them.
+        """
+        for own in prompt.ranges:
+            self._check_item(own.item)
+        # The token embedding may have a row for images after those of the vocabulary.
+        places = {own.offset for own in prompt.ranges}
+        known = [token for position, token in enumerate(prompt.token_ids) if position not in places]
+        self.check_length(prompt.token_ids)
+        self._check_tokens(known)
+        return array("i", prompt.token_ids), array("i", known), prompt_memory(prompt.ranges, rows)
 
     def _rotary(self, prompt: MediaPrompt) -> RotaryPositions | None:
         """Positions by axis of a prompt with images; None if the model has none."""
@@ -824,13 +860,22 @@ class InputProcessor:
         if past and past + len(ids) > dims.max_seq_len:
             raise LlmcError(f"{past} cached and {len(ids)} new tokens exceed the KV cache of "
                             f"{dims.max_seq_len}")
+        self.check_length(ids)
+        self._check_tokens(ids)
+
+    def check_length(self, ids: Sequence[int]) -> None:
+        """Check the number of tokens of a prompt.
+
+        Raises:
+            LlmcError: it has no tokens, or too many.
+        """
         if not ids:
             raise LlmcError("the prompt is empty; give at least one token")
-        if len(ids) > dims.max_seq_len:
+        length = self.manifest.dims.max_seq_len
+        if len(ids) > length:
             raise LlmcError(f"the prompt has {len(ids)} tokens, the KV cache has room for "
-                            f"{dims.max_seq_len}; shorten it, or compile with a larger "
+                            f"{length}; shorten it, or compile with a larger "
                             f"--max_seq_len, up to the model's maximum")
-        self._check_tokens(ids)
 
 
 def _no_tokenizer() -> LlmcError:

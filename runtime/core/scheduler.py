@@ -33,6 +33,7 @@ from llmc.runtime.core.adapters import Adapter, AdapterSlots
 from llmc.runtime.core.encoder_cache import EncoderCache
 from llmc.runtime.core.encoder_rows import EncoderRows
 from llmc.runtime.core.fair_queue import HEAD_START, Order, Share, WaitingGroup, has_waited_for
+from llmc.runtime.core.image_memory import PromptMemory
 from llmc.runtime.core.input_embeds import InputEmbeds
 from llmc.runtime.core.kv_cache import BlockHashes, BlockPool, BlockTable
 from llmc.runtime.core.prompt_scores import PromptScores
@@ -435,6 +436,7 @@ class Scheduler:
     def _schedule(self, limited: bool = True) -> ScheduledStep | None:
         self._score_room = self.limits.max_scored
         self._token_room = self.budget
+        self._memory_rows = 0  # of images that layers attend to, to encode in this step
         self._draft_masks: dict[Sequence, np.ndarray] = {}
         self._unhide()
         self._free_stalled_adapter()
@@ -473,6 +475,7 @@ class Scheduler:
             admitted.update(dict.fromkeys(new.slots, new.state(new.tokens)))
             if new.source is not None and self._encoder_rows.begin_write(new.key):
                 encode[self._encoder_rows.row(new.key)] = new.source
+                self._memory_rows += _rows_to_encode(new.source)
         self.blocks.copied()
         return self._step(rows, copies, admitted, encode) if rows else None
 
@@ -593,6 +596,9 @@ class Scheduler:
         count = min(self._before_branching(sequence, count), budget)
         count = self._whole_ranges(sequence, count, self._token_room)
         count = self._whole_ranges(sequence, self._before_images(sequence, count), 0)
+        if isinstance(sequence.source, PromptMemory):
+            count = min(count, (sequence.source.stop(sequence.computed) or sequence.known)
+                        - sequence.computed)
         if sequence.scores is None:
             return count
         count = sequence.scores.fit(sequence.computed, count, self._score_room)
@@ -830,7 +836,12 @@ class Scheduler:
     def _waits_for_images(self, group: WaitingGroup) -> bool:
         """Whether its first sequence needs an image first that this step cannot encode."""
         sequence = group.first
-        if sequence is None or sequence.embeds is None or not sequence.embeds.items:
+        if sequence is None:
+            return False
+        rows = _rows_to_encode(sequence.source)
+        if rows and self._memory_rows and self._memory_rows + rows > self.budget:
+            return not self._encoder_rows.has(sequence.key)
+        if sequence.embeds is None or not sequence.embeds.items:
             return False
         start = self._cached(sequence)
         return any(not self._can_hold(own.item)
@@ -1072,11 +1083,16 @@ class Scheduler:
         searching = [row.sequence for _, row in sampled if row.sequence.width > 1]
         scored, prompts = _scored(step_rows)
         memory = None
-        if step_rows[0].sequence.source is not None:
+        sources = [row.sequence.source for row in step_rows]
+        if isinstance(sources[0], PromptMemory):
+            memory = EncoderOutputs.of_images(
+                [self._encoder_rows.row(row.sequence.key) for row in step_rows],
+                [own.view(row.past) for own, row in zip(sources, step_rows, strict=True)
+                 if isinstance(own, PromptMemory)])
+        elif sources[0] is not None:
             memory = EncoderOutputs.of(
                 [self._encoder_rows.row(row.sequence.key) for row in step_rows],
-                [0 if row.sequence.source is None else len(row.sequence.source)
-                 for row in step_rows])
+                [0 if own is None else len(own) for own in sources])
         proposals = self._proposals(step_rows)
         step = Step.of(
             [row.tokens for row in step_rows], [row.past for row in step_rows],
@@ -1274,6 +1290,11 @@ class Scheduler:
                 heapq.heappush(self._slots, slot)
                 self._encoder_rows.give_back(row)
             lease.slots = []
+
+
+def _rows_to_encode(source: EncoderInput | None) -> int:
+    """Rows of images that layers attend to."""
+    return len(source) if isinstance(source, PromptMemory) and source.pieces else 0
 
 
 def _token_types(step_rows: abc.Sequence[_StepRow]) -> np.ndarray:

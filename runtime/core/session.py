@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from llmc.errors import LlmcError, shown
+from llmc.runtime.core.image_memory import NO_IMAGES, PromptMemory
 from llmc.runtime.core.loop import Loop
 from llmc.runtime.core.request import InputProcessor
 from llmc.runtime.core.scheduler import Scheduler, SlotLease
-from llmc.runtime.core.step import EncoderOutputs, Engine, Step
+from llmc.runtime.core.step import EncoderInput, EncoderOutputs, Engine, Step
 from llmc.runtime.prompts import read_token_ids
 from llmc.runtime.sampling.params import listed
 
@@ -30,9 +31,12 @@ class Session:
         self._lease: SlotLease | None = None
         self._loop, self._reader = loop, reader
         self._past = [0] * batch_size
-        self._sources = None if sources is None else _rows(sources, "source", batch_size)
-        for source in self._sources or ():
-            reader.check_prompt(source)
+        self._sources: Sequence[EncoderInput] | None = \
+            [NO_IMAGES] * batch_size if reader.manifest.memory else None
+        if sources is not None:
+            self._sources = rows = _rows(sources, "source", batch_size)
+            for source in rows:
+                reader.check_prompt(source)
 
     def extend(self, tokens: Sequence[Sequence[int]], all_logits: bool = False) -> np.ndarray:
         """Append tokens to every sequence.
@@ -95,7 +99,7 @@ class Session:
         return np.concatenate([part for parts in collected for part in parts if len(part)])
 
     def _step(self, engine: Engine, rows: list[list[int]], done: list[int], all_logits: bool,
-              encode: dict[int, list[int]]) -> tuple[Step, dict[int, int]]:
+              encode: dict[int, EncoderInput]) -> tuple[Step, dict[int, int]]:
         """The largest possible next step, and its number of tokens by row, in its order."""
         assert self._lease is not None
         limits = engine.limits
@@ -109,8 +113,11 @@ class Session:
         counts = dict(sorted(counts.items(), key=lambda pair: (pair[1] > 1, pair[0])))
         memory = None
         if self._sources is not None:
-            memory = EncoderOutputs.of([self._lease.memory[row] for row in counts],
-                               [len(self._sources[row]) for row in counts])
+            sources = [self._sources[row] for row in counts]
+            rows_of_memory = [self._lease.memory[row] for row in counts]
+            views = [own.views[0] for own in sources if isinstance(own, PromptMemory)]
+            memory = EncoderOutputs.of_images(rows_of_memory, views) if views else \
+                EncoderOutputs.of(rows_of_memory, [len(own) for own in sources])
         return Step.of(
             [rows[row][done[row]:done[row] + count] for row, count in counts.items()],
             [self._past[row] + done[row] for row in counts],

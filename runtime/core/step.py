@@ -17,6 +17,7 @@ import numpy as np
 
 from llmc.plugins.attention.op import AXES
 from llmc.runtime.core.adapters import Adapter
+from llmc.runtime.core.image_memory import MemoryView, PromptMemory
 from llmc.runtime.engines import MAX_LOGITS, MAX_SCORED
 from llmc.runtime.multimodal.items import MediaItem
 from llmc.runtime.sampling.beam_search import Candidates
@@ -54,7 +55,27 @@ class SamplingState:
 
 
 # What an encoder reads: token ids, or rows float32 [num_rows, width].
-EncoderInput = Sequence[int] | np.ndarray
+EncoderTokens = Sequence[int] | np.ndarray
+EncoderInput = EncoderTokens | PromptMemory  # or images, whose rows replace them
+
+
+def encoder_pieces(inputs: Mapping[int, EncoderInput], size: int) -> \
+        list[tuple[int, int, EncoderTokens]]:
+    """Divide encoder inputs into pieces.
+
+    Args:
+        inputs: by row of the encoder-output buffer.
+        size: rows of a piece, for an encoder that computes each by itself; 0: inputs are whole.
+
+    Returns:
+        Row of the buffer, first token and contents of each piece.
+    """
+    pieces = list[tuple[int, int, EncoderTokens]]()
+    for row, own in inputs.items():
+        assert not isinstance(own, PromptMemory)
+        pieces += [(row, first, own[first:first + size]) for first in range(0, len(own), size)] \
+            if size else [(row, 0, own)]
+    return pieces
 
 
 @dataclass(frozen=True)
@@ -64,18 +85,38 @@ class EncoderOutputs:
     Args:
         rows: int32 [batch], rows of the encoder-output buffer.
         encoder_sequence_length: int32 [batch], tokens of the encoder prompts.
+        starts: int32 [batch], the first token of each that is attended to; empty: all 0.
+        seen: bool [batch], whether its new tokens are after an image; empty: layers do not attend
+            to images.
     """
 
     rows: np.ndarray
     encoder_sequence_length: np.ndarray
+    starts: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    seen: np.ndarray = field(default_factory=lambda: np.empty(0, bool))
 
     @staticmethod
     def of(rows: Sequence[int], lengths: Sequence[int]) -> EncoderOutputs:
         return EncoderOutputs(np.asarray(rows, np.int32), np.asarray(lengths, np.int32))
 
+    @staticmethod
+    def of_images(rows: Sequence[int], views: Sequence[MemoryView]) -> EncoderOutputs:
+        """Rows of images that the new tokens of sequences attend to."""
+        return EncoderOutputs(
+            np.asarray(rows, np.int32), np.array([view.length for view in views], np.int32),
+            np.array([view.first for view in views], np.int32),
+            np.array([view.seen for view in views], bool))
+
     def take(self, sequences: Sequence[int] | slice | np.ndarray) -> EncoderOutputs:
         """Select sequences of the batch."""
-        return EncoderOutputs(self.rows[sequences], self.encoder_sequence_length[sequences])
+        return EncoderOutputs(self.rows[sequences], self.encoder_sequence_length[sequences],
+                              *(own[sequences] if len(own) else own
+                                for own in (self.starts, self.seen)))
+
+    def first_rows(self, mem_max_seq_len: int) -> np.ndarray:
+        """int32 [batch], the first token of each in a buffer of rows of `mem_max_seq_len`."""
+        starts: np.ndarray = self.rows * np.int32(mem_max_seq_len)
+        return starts + self.starts if len(self.starts) else starts
 
 
 @dataclass(frozen=True)

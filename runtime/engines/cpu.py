@@ -44,9 +44,11 @@ from llmc.runtime.collectives import Communicator
 from llmc.runtime.core.step import (
     EncoderInput,
     EncoderOutputs,
+    EncoderTokens,
     EngineLimits,
     Step,
     StepOutput,
+    encoder_pieces,
     positions,
 )
 from llmc.runtime.devices import Placement
@@ -103,7 +105,7 @@ class _Part:
         return np.repeat(self.position_ids.astype(np.int32)[:, None], AXES, axis=1)
 
     @staticmethod
-    def of(prompts: Sequence[EncoderInput]) -> _Part:
+    def of(prompts: Sequence[EncoderTokens]) -> _Part:
         """Pack encoder inputs: token ids, or rows in place of tokens."""
         lengths = [len(prompt) for prompt in prompts]
         rows = [prompt for prompt in prompts if isinstance(prompt, np.ndarray)]
@@ -138,7 +140,7 @@ class CpuEngine:
         self._max_tokens = min(limits.max_tokens, MAX_CHUNK)
         self._score_bytes = SCORE_BYTES // manifest.tp_size
         self._width = manifest.dims.padded_vocab_size
-        self._mem_max_seq_len = manifest.encoder.max_seq_len if manifest.encoder else 0
+        self._mem_max_seq_len, self._of_images = manifest.mem_max_seq_len, bool(manifest.memory)
         self._drafts = chip.drafts if limits.proposes else ()
         self._programs: list[Chip | EncoderProgram | DraftProgram] = [
             program for program in (chip.encoder, chip, *self._drafts) if program]
@@ -514,37 +516,38 @@ class CpuEngine:
             rows = part.memory.rows
             if len(rows) == 1:  # graphs do not copy the keys of a single sequence
                 values["memory_starts"] = np.zeros(1, np.int32)
-                values.update((name, memory[rows[0], :max(lengths[0], 1)])
+                first = part.memory.first_rows(0)[0]
+                values.update((name, memory[rows[0], first:first + max(lengths[0], 1)])
                               for name, memory in self._memory.items())
             else:
-                values["memory_starts"] = rows * np.int32(self._mem_max_seq_len)
+                values["memory_starts"] = part.memory.first_rows(self._mem_max_seq_len)
                 values.update((name, memory.reshape(-1, memory.shape[-1]))
                               for name, memory in self._memory.items())
         return values
 
     def _encode(self, prompts: Mapping[int, EncoderInput]) -> None:
         """Fill rows of the encoder-output buffer, in batches limited by their padded tokens."""
-        waiting = list(prompts.items())
+        waiting = encoder_pieces(prompts, self._max_tokens if self._of_images else 0)
         while waiting:
             count = 1
             while count < len(waiting) and (count + 1) * max(
-                    len(prompt) for _, prompt in waiting[:count + 1]) <= self._max_tokens:
+                    len(prompt) for *_, prompt in waiting[:count + 1]) <= self._max_tokens:
                 count += 1
             self._run_encoder(waiting[:count])
             waiting = waiting[count:]
 
-    def _run_encoder(self, prompts: Sequence[tuple[int, EncoderInput]]) -> None:
+    def _run_encoder(self, prompts: Sequence[tuple[int, int, EncoderTokens]]) -> None:
         assert self._chip.encoder is not None
-        part = _Part.of([prompt for _, prompt in prompts])
+        part = _Part.of([prompt for *_, prompt in prompts])
         values = {"input_ids": part.input_ids, "cu_seqlens": part.cu_seqlens,
                   "position_ids": part.position_ids}
         if part.input_features is not None:
             values[INPUT_FEATURES] = part.input_features
         self._run_steps(self._chip.encoder.steps, self._encoder_uses, part, values)
         for name, memory in self._memory.items():
-            for (row, _), start, end in zip(prompts, part.cu_seqlens, part.cu_seqlens[1:],
-                                            strict=False):
-                memory[row, :end - start] = values[name][start:end]
+            for (row, first, _), start, end in zip(prompts, part.cu_seqlens, part.cu_seqlens[1:],
+                                                   strict=False):
+                memory[row, first:first + end - start] = values[name][start:end]
 
     def _run_steps(self, steps: Steps, last_uses: list[list[str]], batch: _Part,
                    values: dict[str, np.ndarray]) -> None:
@@ -747,8 +750,8 @@ def _no_memory(limits: EngineLimits, manifest: Manifest) -> Iterator[None]:
 
 def _allocate(manifest: Manifest, chip: Chip, max_slots: int) -> dict[str, np.ndarray]:
     """Encoder-output buffers, float32 [max_slots, mem_max_seq_len, num_kv_heads * head_dim]."""
-    if manifest.encoder is None or chip.encoder is None:
+    if chip.encoder is None:
         return {}
-    return {tensor.name: np.zeros((max_slots, manifest.encoder.max_seq_len,
+    return {tensor.name: np.zeros((max_slots, manifest.mem_max_seq_len,
                                    int(tensor.shape[-1])), np.float32)
             for tensor in chip.encoder.outputs}

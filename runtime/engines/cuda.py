@@ -39,7 +39,14 @@ from llmc.artifacts.weight_file import WEIGHTS_NAME, StoredWeight
 from llmc.errors import LlmcError
 from llmc.installation import CUDA_INSTALL_COMMAND
 from llmc.plugins.lora import RANK_MULTIPLE
-from llmc.runtime.core.step import EncoderInput, EngineLimits, Step, StepOutput
+from llmc.runtime.core.step import (
+    EncoderInput,
+    EncoderTokens,
+    EngineLimits,
+    Step,
+    StepOutput,
+    encoder_pieces,
+)
 from llmc.runtime.engines import BLOCK_SIZE, MAX_LOGITS, MAX_SCORED
 from llmc.runtime.engines.admission import Admissions
 from llmc.runtime.engines.draft_step import lookahead
@@ -158,7 +165,7 @@ class CudaEngine:
         self._tuning, self._made_on = tuning_file(case_dir), cuda.timed_on(device)
         self._first = chip.rank == 0  # ranks have equal shapes, so one stores the tuning
         self._kv_cache_tokens, self._utilization = kv_cache_tokens, gpu_memory_utilization
-        self._mem_max_seq_len = manifest.encoder.max_seq_len if manifest.encoder else 0
+        self._mem_max_seq_len, self._of_images = manifest.mem_max_seq_len, bool(manifest.memory)
         self._dtype = manifest.dtype
         check_fit(cuda, manifest, device)
         self._max_seq_len = manifest.dims.max_seq_len
@@ -377,19 +384,20 @@ class CudaEngine:
 
     def _encode(self, prompts: Mapping[int, EncoderInput]) -> None:
         """Run the encoder, in batches limited by max_batch_size and max_tokens."""
-        waiting = [*prompts.items()]
+        waiting = encoder_pieces(prompts, self._limits.max_tokens if self._of_images else 0)
         while waiting:
             count = packed = 0
-            for _, tokens in waiting[:self._limits.max_slots]:
+            for _, _, tokens in waiting[:self._limits.max_slots]:
                 if count and packed + len(tokens) > self._limits.max_tokens:
                     break
                 count, packed = count + 1, packed + len(tokens)
             part, waiting = waiting[:count], waiting[count:]
-            lengths = [len(tokens) for _, tokens in part]
+            lengths = [len(tokens) for *_, tokens in part]
             offsets = np.concatenate([np.arange(length) for length in lengths])
-            starts = np.array([row for row, _ in part], np.int64) * self._mem_max_seq_len
+            starts = np.array([row * self._mem_max_seq_len + first for row, first, _ in part],
+                              np.int64)
             self._engine.encode(
-                *encoder_arrays([own for _, own in part], self._dtype), offsets,
+                *encoder_arrays([own for *_, own in part], self._dtype), offsets,
                 np.cumsum([0, *lengths], dtype=np.int32), np.repeat(starts, lengths) + offsets)
 
     def trace(self, step: Step) -> dict[str, np.ndarray]:
@@ -534,7 +542,7 @@ def step_arrays(step: Step, mem_max_seq_len: int = 0, states: StateSlots | None 
     if verifies:
         step = as_rows(step)
     memory = step.memory
-    starts = _NONE if memory is None else memory.rows * np.int32(mem_max_seq_len)
+    starts = _NONE if memory is None else memory.first_rows(mem_max_seq_len)
     lens = _NONE if memory is None else memory.encoder_sequence_length
     admit = Admissions.of(step.admit)
     return (step.token_ids, step.cu_seqlens, step.past_lens, step.block_tables, step.slots,
@@ -549,7 +557,7 @@ def step_arrays(step: Step, mem_max_seq_len: int = 0, states: StateSlots | None 
             *admit.arrays())
 
 
-def encoder_arrays(prompts: Sequence[EncoderInput], dtype: str) -> tuple[np.ndarray, np.ndarray]:
+def encoder_arrays(prompts: Sequence[EncoderTokens], dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """The extension's arguments for what an encoder reads.
 
     Args:

@@ -39,6 +39,7 @@ class MediaEncoder:
 
     def __init__(self, manifest: Manifest, case_dir: Path, kind: Modality, threads: int) -> None:
         self._program, self._kind = manifest.media[kind], kind
+        self._attended = manifest.memory.num_rows if manifest.memory else None
         step = self._program.steps[0]
         assert isinstance(step, GraphStep)
         self._path = step.path
@@ -63,10 +64,13 @@ class MediaEncoder:
         rows = np.stack(self._run(feeds))
         if isinstance(self._program, ImageEncoderProgram) and self._program.padded:
             rows = rows[:, :item.num_rows]
-        if rows.shape[1] != item.num_rows:
+        if self._attended is None and rows.shape[1] != item.num_rows:
             raise LlmcError(f"the {self._kind} encoder gives {rows.shape[1]} rows, the prompt has "
                             f"{item.num_rows} tokens for them; compile the model with the "
                             f"processor files that belong to its weights")
+        if self._attended not in (None, rows.shape[1]):
+            raise LlmcError(f"the {self._kind} encoder gives {rows.shape[1]} rows, "
+                            f"{MANIFEST_NAME} says {self._attended}; compile the model again")
         return rows
 
     def _run(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:

@@ -15,7 +15,7 @@
 | Cohere2Vision, GotOcr2 | image_token | image_token |
 | Idefics3, SmolVLM | image_token | image_token |
 | Llama4 | image_token | patch_token |
-| Mllama | image_token | none: cross-attention |
+| Mllama | image_token | none: cross-attention; the BOS token comes after images at the start |
 | Qwen2Audio, Qwen2_5Omni, Qwen3OmniMoe | audio_token | audio_token |
 | AudioFlamingo3, GlmAsr, Voxtral | audio_token | audio_token |
 
@@ -25,6 +25,7 @@ Fields have the names of processor_config.json, and of the tokenizer's special t
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -430,8 +431,18 @@ class Llama4Replacement(ImageTokenReplacement):
 
 
 class MllamaReplacement(ImageTokenReplacement):
+    adds_special_tokens: ClassVar[bool] = False
+
     processor_class: Literal["MllamaProcessor"]
     image_token: str = "<|image|>"
+    bos_token: str = "<|begin_of_text|>"
+
+    def complete(self, text: str) -> str:
+        if self.bos_token in text:
+            return text
+        own = re.match(f"(?:{re.escape(self.image_token)})*", text)
+        images = 0 if own is None else own.end()
+        return f"{text[:images]}{self.bos_token}{text[images:]}"
 
     @property
     def row_token(self) -> None:

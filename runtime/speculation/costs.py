@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 
 from llmc.errors import LlmcError
-from llmc.runtime.core.step import EncoderOutputs, Engine, EngineLimits, SamplingState, Step
+from llmc.runtime.core.image_memory import PromptMemory
+from llmc.runtime.core.step import (
+    EncoderInput,
+    EncoderOutputs,
+    Engine,
+    EngineLimits,
+    SamplingState,
+    Step,
+)
 from llmc.runtime.sampling.params import SamplingParams
 from llmc.runtime.sampling.sampler import Sampler
 from llmc.runtime.speculation.config import SpeculationConfig
@@ -24,7 +32,7 @@ _MAX_SECONDS = 1.0  # larger batches are left out once measuring has taken this 
 
 
 def plan_drafts(engine: Engine, config: SpeculationConfig, max_seq_len: int, vocab_size: int, *,
-                encodes: bool = False) -> DraftPlanner | None:
+                source: EncoderInput | None = None) -> DraftPlanner | None:
     """Create the planner of an engine; None if it verifies no drafts.
 
     Args: see `measure_costs`.
@@ -50,13 +58,12 @@ def plan_drafts(engine: Engine, config: SpeculationConfig, max_seq_len: int, voc
     if config.method == "off":  # only predicted outputs: not worth longer loading
         costs = VerificationCosts({}, assumed=most * (1 + recomputes))
     else:
-        costs = VerificationCosts(measure_costs(engine, max_seq_len, vocab_size,
-                                               encodes=encodes))
+        costs = VerificationCosts(measure_costs(engine, max_seq_len, vocab_size, source=source))
     return DraftPlanner(None, costs, recomputes=recomputes)
 
 
 def measure_costs(engine: Engine, max_seq_len: int, vocab_size: int, *,
-                  encodes: bool = False) -> dict[int, list[float]]:
+                  source: EncoderInput | None = None) -> dict[int, list[float]]:
     """Run verifying steps on an idle engine; see `VerificationCosts`.
 
     The engine proposes as many drafts as a step verifies. Steps write to the first blocks of the
@@ -65,7 +72,7 @@ def measure_costs(engine: Engine, max_seq_len: int, vocab_size: int, *,
 
     Args:
         max_seq_len: positions of a sequence.
-        encodes: whether the model has an encoder.
+        source: what the encoder reads, if there is one.
     """
     limits = engine.limits
     past, counts, most = min(_PAST, max_seq_len // 2), [*_DRAFTS], limits.max_drafts
@@ -87,8 +94,8 @@ def measure_costs(engine: Engine, max_seq_len: int, vocab_size: int, *,
         tables = [list(range(index * blocks, (index + 1) * blocks)) for index in range(batch)]
         if not limits.keeps_states:
             for index, table in enumerate(tables):  # one by one, as prompts may exceed a step
-                _run(engine, tokens[index:index + 1, :past], [0], [table], [index], [0], encodes)
-        points = {count: min(_timed(engine, past, tables, tokens, count, encodes)
+                _run(engine, tokens[index:index + 1, :past], [0], [table], [index], [0], source)
+        points = {count: min(_timed(engine, past, tables, tokens, count, source)
                                 for _ in range(_REPEATS)) for count in fitting}
         seconds[batch] = _interpolated(points)
         if not any((1 + count) * points[0] > each for count, each in points.items() if count):
@@ -97,14 +104,14 @@ def measure_costs(engine: Engine, max_seq_len: int, vocab_size: int, *,
 
 
 def _timed(engine: Engine, past: int, tables: Sequence[Sequence[int]], tokens: np.ndarray,
-           count: int, encodes: bool) -> float:
+           count: int, source: EncoderInput | None) -> float:
     batch, uncommitted = len(tables), _uncommitted(engine.limits, count)
     if engine.limits.keeps_states:
-        _run(engine, tokens[:batch, :1], [0] * batch, tables, range(batch), [0] * batch, encodes)
+        _run(engine, tokens[:batch, :1], [0] * batch, tables, range(batch), [0] * batch, source)
 
     def submit(past: int) -> int:
         return _submit(engine, tokens[:batch, past:past + 1 + count], [past] * batch, tables,
-                       range(batch), [count - uncommitted] * batch, encodes, [uncommitted] * batch)
+                       range(batch), [count - uncommitted] * batch, source, [uncommitted] * batch)
 
     if engine.limits.ahead > 1 and (not count or engine.limits.drafts_ahead):
         # Steps follow one another without the host.
@@ -129,16 +136,20 @@ def _run(engine: Engine, *step: Any) -> None:
 
 def _submit(engine: Engine, tokens: np.ndarray, past: Sequence[int],
             tables: Sequence[Sequence[int]], slots: Sequence[int], drafts: Sequence[int],
-            encodes: bool, uncommitted: Sequence[int] = ()) -> int:
+            source: EncoderInput | None, uncommitted: Sequence[int] = ()) -> int:
     state = SamplingState(Sampler(SamplingParams()), prompt_lookup=engine.limits.prompt_lookup)
     new = not any(past)
     proposals = max(drafts) or None if engine.limits.proposes else None
-    memory = EncoderOutputs.of([*slots], [1] * len(slots)) if encodes else None
+    memory = None
+    if isinstance(source, PromptMemory):
+        memory = EncoderOutputs.of_images([*slots], [source.views[0]] * len(slots))
+    elif source is not None:
+        memory = EncoderOutputs.of([*slots], [1] * len(slots))
     return engine.submit(Step.of(
         tokens.tolist(), past, tables, [*slots], num_drafts=drafts, num_uncommitted=uncommitted,
         memory=memory, propose=proposals,
         admit=dict.fromkeys(slots, state) if new else {},
-        encode={slot: [0] for slot in slots} if new and encodes else {}))
+        encode=dict.fromkeys(slots, source) if new and source is not None else {}))
 
 
 def _interpolated(points: dict[int, float]) -> list[float]:

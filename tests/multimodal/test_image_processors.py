@@ -19,8 +19,6 @@ def prompt(name, processor, tokenizer, sizes):
     """Our token ids and encoder inputs of a prompt with images of these sizes."""
     items = processor.process_images([Image.fromarray(image_of(size)) for size in sizes])
     text = processor.expand_text(text_of(processor.placeholders["image"], len(items)), items)
-    if name == "mllama":  # its processor class adds the BOS token
-        text = f"<s>{text}"
     return items, tokenizer.encode(text, add_special_tokens=False).ids
 
 

@@ -94,6 +94,9 @@ def _check(args: Any, manifest: Manifest) -> None:
     if manifest.encoder is not None:
         raise LlmcError(f"{model} is an encoder-decoder model, which is not supported inside "
                         f"vLLM; use llmc serve")
+    if manifest.memory is not None:
+        raise LlmcError(f"layers of {model} attend to images, which is not supported inside vLLM; "
+                        f"use llmc serve, or compile with --language_model_only")
     if manifest.chips[0].states:
         raise LlmcError(f"{model} has layers with recurrent state, which are not supported inside "
                         f"vLLM; use llmc serve")

@@ -43,7 +43,7 @@ from llmc.compiler.graph.sdpa import MODEL_CACHE, SDPA, WINDOWED
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.attention.bias import Bias, score_bias
 from llmc.compiler.passes.attention.gates import join_before_gates
-from llmc.compiler.passes.attention.heads import Branch, Heads, trace
+from llmc.compiler.passes.attention.heads import Branch, HeadNorm, Heads, trace
 from llmc.compiler.passes.attention.latent import Latent, find_latent, rewrite_latent
 from llmc.compiler.passes.attention.projections import gathered, merged_projection, projection
 from llmc.compiler.passes.attention.rotary import Rotary
@@ -52,6 +52,7 @@ from llmc.plugins.attention.op import OP as CAUSAL_ATTENTION
 from llmc.plugins.bidirectional_attention.op import OP as BIDIRECTIONAL_ATTENTION
 from llmc.plugins.block_attention.op import OP as BLOCK_ATTENTION
 from llmc.plugins.cached_attention.op import OP as CACHED_ATTENTION
+from llmc.plugins.group_rms_norm.op import OP as GROUP_RMS_NORM
 
 
 @dataclass(frozen=True)
@@ -280,8 +281,6 @@ def _check_bidirectional(match: _Attention) -> _Attention | NoMatch:
     attrs = match.node.attrs
     cross = isinstance(match, _CrossAttention)
     for what, there in (("a rotary embedding", cross and match.query.heads.rotary is not None),
-                        ("norms of its heads", cross and any(
-                            branch.norm for branch in match.branches)),
                         ("normalized values", match.value.norm is not None),
                         ("queries scaled by position", match.query.heads.scale is not None),
                         ("sinks", "sinks" in operands(match.node)), ("chunks", attrs["chunk"]),
@@ -491,11 +490,29 @@ def _rewrite_bidirectional(graph: gs.Graph, match: _Attention,
                "value": projection(graph, value, value.heads.distinct, match.output),
                "cu_seqlens": graph_input(graph, "cu_seqlens", ("batch_plus_1",))}
     _add_rotary(query.heads.rotary, shared, attrs, inputs)
-    _add_norms(match, ("q_norm", "k_norm"), attrs, inputs)
+    if isinstance(match, _CrossAttention):  # the encoder's results are normalized keys
+        for name, norm in (("query", query.norm), ("key", key.norm)):
+            if norm is not None:
+                inputs[name] = _normed(graph, inputs[name], norm, f"{match.output.name}.{name}")
+    else:
+        _add_norms(match, ("q_norm", "k_norm"), attrs, inputs)
     replace(graph, BIDIRECTIONAL_ATTENTION, inputs, [match.output],
             dict(attrs, num_heads=len(query.heads.columns), num_kv_heads=match.num_kv_heads,
                  head_dim=query.heads.columns.shape[1],
                  scale=match.node.attrs["scale"] * query.heads.gain * key.heads.gain))
+
+
+def _normed(graph: gs.Graph, x: gs.Tensor | None, norm: HeadNorm, name: str) -> gs.Variable:
+    """`x` with each head normalized, as a tensor of this name."""
+    assert x is not None
+    gain = values_of(norm.gain)
+    width, total = gain.shape[0], int(x.shape[-1])
+    weight = gs.Constant(f"{name}.gain",
+                         gain.take_rows(np.tile(np.arange(width), total // width)))
+    normed = gs.Variable(f"{name}.normed", np.float32, x.shape)
+    replace(graph, GROUP_RMS_NORM, {"x": x, "weight": weight}, [normed],
+            {"groups": total // width, "epsilon": norm.epsilon})
+    return normed
 
 
 def _bias(match: _Attention) -> dict[str, gs.Tensor | None]:

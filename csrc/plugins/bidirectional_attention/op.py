@@ -171,10 +171,12 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     computed in each layer that needs it: a single text needs none.
     """
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
-    if heads != kv_heads or fields["softcap"]:
+    if fields["softcap"]:
         return None
     if "key_starts" in present:
         return None if "distance_bias" in present else _cpu_cross(fields)
+    if heads != kv_heads:
+        return None
     query_lines, query = _heads("q", heads, "query", fields, present)
     key_lines, key = _heads("k", kv_heads, "key", fields, present)
     packed = {"q": query, "k": key, "v": "value"}
@@ -204,11 +206,12 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
 
 
 def _cpu_cross(fields: Fields) -> str:
-    """Read keys and values where they are, by com.microsoft.FusedMatMul on [L, B, heads, D].
+    """Read keys and values where they are, by com.microsoft.FusedMatMul on [L, B, kv_heads, D].
 
     The keys of one sequence are not copied if there are no others. Those of several are gathered.
+    Query heads of a KV head are rows of one product.
     """
-    heads, dim = fields["num_heads"], fields["head_dim"]
+    heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
 
     def attended(name: str, keys: str, values: str, masks: bool) -> list[str]:
         return [
@@ -225,12 +228,17 @@ def _cpu_cross(fields: Fields) -> str:
     return "\n".join([
         _TOKENS, "key_len = Cast<to=7>(key_lens)", "padded = Gather<axis=0>(query, pad)",
         _ints("heads_shape", 0, 0, heads, dim), "by_head = Reshape(padded, heads_shape)",
-        "queries = Transpose<perm=[0, 2, 1, 3]>(by_head)",  # [B, heads, S, D]
+        f"{'queries' if heads == kv_heads else 'of_heads'} = "
+        "Transpose<perm=[0, 2, 1, 3]>(by_head)",  # [B, heads, S, D]
+        *([] if heads == kv_heads else [
+            _ints("groups_shape", 0, kv_heads, -1, dim),
+            "queries = Reshape(of_heads, groups_shape)"]),
         "most = ReduceMax<keepdims=0>(key_len)", "num_keys = Shape<start=0, end=1>(key)",
         "batch = Shape(key_len)", "total = Mul(batch, most)", "is_all = Equal(num_keys, total)",
         "is_one = Equal(batch, c1)", "alone_1d = And(is_one, is_all)", "alone = Squeeze(alone_1d)",
-        "attended = If(alone) <then_branch = one () => (float[b, h, s, d] out_one) {",
-        _ints("one_shape", -1, 1, heads, dim),
+        f"{'attended' if heads == kv_heads else 'of_groups'} = If(alone) "
+        "<then_branch = one () => (float[b, h, s, d] out_one) {",
+        _ints("one_shape", -1, 1, kv_heads, dim),
         "key_one = Reshape(key, one_shape)", "value_one = Reshape(value, one_shape)",
         *attended("one", "key_one", "value_one", masks=False),
         "}, else_branch = several () => (float[b, h, s, d] out_several) {",
@@ -239,10 +247,13 @@ def _cpu_cross(fields: Fields) -> str:
         "last_key = Sub(num_keys, one)",
         "key_pad = Min(key_row, last_key)",  # arbitrary for padding
         "key_rows = Gather<axis=0>(key, key_pad)", "value_rows = Gather<axis=0>(value, key_pad)",
-        _ints("several_shape", 0, 0, heads, dim),
+        _ints("several_shape", 0, 0, kv_heads, dim),
         "key_several = Reshape(key_rows, several_shape)",
         "value_several = Reshape(value_rows, several_shape)",
         *attended("several", "key_several", "value_several", masks=True), "}>",
+        *([] if heads == kv_heads else [
+            _ints("attended_shape", 0, heads, -1, dim),
+            "attended = Reshape(of_groups, attended_shape)"]),
         "by_token = Transpose<perm=[0, 2, 1, 3]>(attended)",
         _ints("rows_shape", -1, heads * dim), "rows = Reshape(by_token, rows_shape)",
         "out = Gather<axis=0>(rows, place)"])
@@ -348,6 +359,7 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         {"new": (2, 0, 3), "dim": 8, "kv_heads": 4, "starts": (2, 2, 9), "lens": (6, 6, 1)},
         {"new": (3,), "dim": 8, "kv_heads": 4, "starts": (4,), "lens": (6,)},
         {"new": (3,), "dim": 8, "kv_heads": 4, "starts": (0,), "lens": (6,), "spare": 0},
+        {"new": (3,), "dim": 8, "starts": (0,), "lens": (6,), "spare": 0},
     )
     return [_sample(rng, **variant) for variant in variants]
 
