@@ -219,6 +219,14 @@ def tiny_audio(tmp_path_factory):
     return model, root / "case"
 
 
+@pytest.fixture(scope="session")
+def tiny_media(tmp_path_factory):
+    """The case directory of a tiny LLaVA, beside its Hugging Face directory `hf`."""
+    import media_case  # which imports torch
+
+    return media_case.write_case(tmp_path_factory.mktemp("media"))
+
+
 def write_word_tokenizer(directory, end_id):
     """Token i is the word `wi`; a text ends with the EOS token."""
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(families.VOCAB)}))
