@@ -301,7 +301,8 @@ class ImageEncoderProgram(_Frozen):
 
     With `bidirectional`, chips read `bidirectional_ranges`: of `images`, consecutive positions of
     rows see each other; of a `prompt`, if it has images, all tokens do. Chips read `token_id` in
-    `input_ids` at positions of rows, if it is given.
+    `input_ids` at positions of rows, if it is given. If `padded`, the first rows are the image's, as
+    many as the prompt takes, and the others are of padding.
     """
 
     inputs: tuple[TensorInfo, ...]
@@ -311,6 +312,7 @@ class ImageEncoderProgram(_Frozen):
     grid: Annotated[PositionGrid | None, Field(exclude_if=_is_absent)] = None
     bidirectional: Annotated[Bidirectional | None, Field(exclude_if=_is_absent)] = None
     token_id: Annotated[CountOrNone | None, Field(exclude_if=_is_absent)] = None
+    padded: Annotated[bool, Field(exclude_if=_is_false)] = False
     quantization: Annotated[dict[str, WeightForm], Field(exclude_if=_is_empty)] = {}
 
 

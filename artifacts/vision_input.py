@@ -1,4 +1,7 @@
-"""Inputs of an image encoder that the runtime computes; see llmc.runtime.multimodal."""
+"""Inputs of an image encoder that the runtime computes, and arrays that few encoders read.
+
+See llmc.runtime.multimodal.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from pydantic import BaseModel, ConfigDict
 
 GRID = "image_grid_thw"  # array of a processor: frames, rows and columns of an image's patches
 SIZES = "image_sizes"  # array of a processor: height and width of an image, those of its pixels
-UNREAD = frozenset({GRID, SIZES})  # arrays that few graphs read
+FRAMES = "feature_attention_mask"  # array of a processor: which frames are of audio, not padding
+UNREAD = frozenset({GRID, SIZES, FRAMES})  # arrays that few graphs read
 
 PACK = "pack_image_features"
 

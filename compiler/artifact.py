@@ -283,12 +283,12 @@ def describe_encoder(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, .
 
 def describe_image(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, ...],
                    computed: tuple[VisionInput, ...], grid: PositionGrid | None,
-                   bidirectional: Bidirectional | None, token_id: int | None) -> \
-        ImageEncoderProgram:
+                   bidirectional: Bidirectional | None, token_id: int | None,
+                   padded: bool) -> ImageEncoderProgram:
     """Return the manifest's entry of the image encoder."""
     return ImageEncoderProgram(inputs=_describe(graph.inputs), outputs=_describe(graph.outputs),
                                steps=steps, computed=computed, grid=grid,
-                               bidirectional=bidirectional, token_id=token_id)
+                               bidirectional=bidirectional, token_id=token_id, padded=padded)
 
 
 def describe_audio(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, ...]) -> \

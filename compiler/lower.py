@@ -345,8 +345,8 @@ def fuse(raw: RawModel, options: CompileOptions, vocab_multiple: int | None = No
     for step in _FUSE:
         run_pass(step, [graphs], settings, reports)
     _require_kernels(graphs, settings.target)
-    if options.enable_prompt_embeds or raw.audio is not None or (
-            raw.image is not None and raw.image.token_id is None):
+    if options.enable_prompt_embeds or (
+            (raw.image or raw.audio) and (raw.image is None or raw.image.token_id is None)):
         require_one_reader(raw.graph, raw.architecture, "leave out --enable_prompt_embeds"
                            if options.enable_prompt_embeds else
                            LANGUAGE_MODEL_ONLY)

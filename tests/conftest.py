@@ -227,6 +227,17 @@ def tiny_media(tmp_path_factory):
     return media_case.write_case(tmp_path_factory.mktemp("media"))
 
 
+@pytest.fixture(scope="session")
+def tiny_omni(tmp_path_factory):
+    """A tiny Qwen2.5-Omni: the thinker, and the case directory."""
+    import omni_models  # which imports torch, so it comes after `cores`
+
+    root = tmp_path_factory.mktemp("omni")
+    model = omni_models.write_model("qwen2_5_omni", root / "hf")
+    llmc.compile(root / "hf", root / "case")
+    return model, root / "case"
+
+
 def write_word_tokenizer(directory, end_id):
     """Token i is the word `wi`; a text ends with the EOS token."""
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(families.VOCAB)}))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from multimodal_models import tiny_model
+from multimodal_models import TEXTS, tiny_model
 from PIL import Image
 from processor_checkpoints import FAMILIES, image_of, write_checkpoint
 
@@ -27,6 +27,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smolvlm": ("smolvlm", {"image_size": 128, "patch_size": 32}),
     # Tokens of an image, or of the whole prompt, see each other.
     "gemma3": ("gemma3", {"image_size": 224, "patch_size": 14}),
+    "gemma4": ("gemma4", {"patch_size": 16, "position_embedding_size": 64}),
+    "gemma4_large": ("gemma4", {"patch_size": 16, "position_embedding_size": 64}),
     "paligemma": ("paligemma", {"image_size": 56, "patch_size": 14}),
     "paligemma2": ("paligemma", {"image_size": 56, "patch_size": 14}),
     "mistral3": ("pixtral", {"image_size": 400, "patch_size": 14}),
@@ -74,9 +76,14 @@ def write_model(name: str, directory: Path, **text: Any) -> torch.nn.Module:
     tokenizer = write_checkpoint(FAMILIES[processor], directory)
     row = tokenizer.token_to_id(FAMILIES[processor].row)
     known = json.loads((directory / "config.json").read_text())
-    model = tiny_model(name, row, {"vocab_size": tokenizer.get_vocab_size(),
-                                   "max_position_embeddings": 2048, **text},
-                       WHOLES.get(name, {}), **vision)
+    whole = dict(WHOLES.get(name, {}))
+    if "audio_token" in FAMILIES[processor].tokens:
+        whole["audio_token_id"] = tokenizer.token_to_id(FAMILIES[processor].tokens["audio_token"])
+    sizes = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 2048}
+    if TEXTS[name].get("hidden_size_per_layer_input"):
+        sizes["vocab_size_per_layer_input"] = tokenizer.get_vocab_size()
+    model = tiny_model(name, row, {**sizes, **text},
+                       whole, **vision)
     model.save_pretrained(directory)
     config = json.loads((directory / "config.json").read_text())
     assert config.get("image_token_id", config.get("image_token_index")) == row, known

@@ -23,6 +23,8 @@ TEXTS = {
     "gemma4": families.OWN_ATTENTION["gemma4_text"],
     "paligemma": {**families.UNPLANNED["gemma"], "model_type": "gemma"},
     "paligemma2": {**families.FAMILIES["gemma2"], "model_type": "gemma2"},
+    "gemma4_large": {**families.OWN_ATTENTION["gemma4_text"], **families.GEMMA4_LARGE,
+                     "use_bidirectional_attention": "vision"},
     "mistral3": families.FAMILIES["mistral"],
     "mistral4": {**families.LATENT["deepseek_v3"], "model_type": "mistral4", **families.rope(
         "yarn", factor=4.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
@@ -58,7 +60,7 @@ TEXTS = {
     "idefics3": families.FAMILIES["llama"],
 }
 # Models whose language model is part of another class.
-WHOLES = {"mistral4": "mistral3", "paligemma2": "paligemma"}
+WHOLES = {"mistral4": "mistral3", "paligemma2": "paligemma", "gemma4_large": "gemma4"}
 # Fields of the whole config. One row of four patches.
 _WHOLE = {"mm_tokens_per_image": 1, "scale_factor": 2, "alignment_intermediate_size": 48}
 _OWN_WHOLE = {
@@ -82,7 +84,7 @@ def tiny_model(family, token_id=families.VOCAB - 1, text=(), whole=(), **vision)
     base = CONFIG_MAPPING[WHOLES.get(family, family)]()
     kinds = {"text_config": base.get_text_config(), "vision_config": base.vision_config}
     if kinds["vision_config"] is None:
-        kinds["vision_config"] = CONFIG_MAPPING[f"{family}_vision"]()
+        kinds["vision_config"] = CONFIG_MAPPING[f"{WHOLES.get(family, family)}_vision"]()
     known = kinds["vision_config"].to_dict()
     sizes = {"text_config": TEXTS[family],
              "vision_config": {name: size for name, size in _VISION.items() if name in known}}

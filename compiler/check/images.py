@@ -41,7 +41,7 @@ def compiled_values(manifest: Manifest, root: Path, prompt: MediaPrompt, run: Ru
     """
     encoder = load_image_encoder(manifest, root, _ENCODER_THREADS, device=0) \
         if manifest.target.spec.gpu else ImageEncoder(manifest, root, _ENCODER_THREADS)
-    encoded = [encoder.encode(own.item.arrays) for own in prompt.ranges]
+    encoded = [encoder.encode(own.item) for own in prompt.ranges]
     embeds, *deep = np.concatenate(encoded, axis=1)
     embed_ids = np.full(len(prompt), -1, np.int32)
     embed_ids[_positions(prompt)] = np.arange(len(embeds))
@@ -121,7 +121,7 @@ def media_arrays(model: Model, prompt: MediaPrompt, kind: Bidirectional | None) 
     for modality in PLURALS:
         items = [own.item.arrays for own in prompt.ranges if own.item.modality == modality]
         if items:
-            arrays |= _joined(items)
+            arrays |= _joined(items, modality == "audio")
     return arrays | _token_types(model, prompt, kind)
 
 
@@ -149,10 +149,23 @@ def _token_types(model: Model, prompt: MediaPrompt, kind: Bidirectional | None) 
             if name in inspect.signature(model.forward).parameters}
 
 
-def _joined(items: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Join a processor's arrays of several images, as transformers' models read them."""
+def _joined(items: Sequence[Mapping[str, np.ndarray]], pads: bool) -> dict[str, np.ndarray]:
+    """Join a processor's arrays of several items, as transformers' models read them.
+
+    Args:
+        pads: pad them to one size; the model reads a mask.
+    """
     try:
-        return {name: np.concatenate([own[name] for own in items]) for name in items[0]}
+        several = {name: [own[name] for own in items] for name in items[0]}
+        return {name: np.concatenate(_padded(own) if pads else own)
+                for name, own in several.items()}
     except ValueError as error:
         raise LlmcError("the images have different sizes after preprocessing; compare one at a "
                         "time") from error
+
+
+def _padded(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Pad arrays to one size, with zeros."""
+    shape = np.max([own.shape[1:] for own in arrays], 0)
+    return [np.pad(own, [(0, 0), *((0, size - had) for size, had in zip(
+        shape, own.shape[1:], strict=True))]) for own in arrays]

@@ -30,15 +30,19 @@ def load_reference(model: str | Path, dtype: str = "float32", takes_media: bool 
 
     from llmc.compiler.frontend.checkpoint import read_json
     from llmc.compiler.frontend.parts import causal_lm_class
+    from llmc.compiler.frontend.thinker import thinker_config
     from llmc.compiler.quant.checkpoint import method_of
 
     path = Path(model)
     is_gguf = path.suffix == ".gguf"
     directory = path.parent if is_gguf else find_directory(model)
-    source = {"pretrained_model_name_or_path": directory,
-              **({"gguf_file": path.name} if is_gguf else {})}
+    source: dict[str, Any] = {"pretrained_model_name_or_path": directory,
+                              **({"gguf_file": path.name} if is_gguf else {})}
     try:
-        config = AutoConfig.from_pretrained(**source)
+        whole = AutoConfig.from_pretrained(**source)
+        config = thinker_config(whole)
+        if config is not whole:
+            source["config"] = config
         # Falcon's eager attention adds ALiBi twice.
         kind = AutoModelForMultimodalLM if takes_media else causal_lm_class(config)
         return kind.from_pretrained(

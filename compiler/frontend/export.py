@@ -21,7 +21,7 @@ from accelerate import init_empty_weights
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from llmc.artifacts.manifest import FeatureRows
-from llmc.compiler.frontend.audio_export import export_audio
+from llmc.compiler.frontend.audio_export import clip_sizes, export_audio
 from llmc.compiler.frontend.bind import (
     Checkpoint,
     as_modules_have,
@@ -149,17 +149,19 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
         for part in parts:
             check_features(model, part)
         check_made(model, completed, origin)
-        grid = position_grid(complete) if takes_images else None
+        grid = position_grid(complete, clip_sizes(media)) \
+            if media is not None and takes_images else None
         # Before the language model: what is not supported ends the compilation early.
         image = audio = None
         if media is not None and takes_images:
             image = export_image(complete, all_tensors, origin, media, names, grid, masks)
         if media is not None and media.audio is not None:
             try:
-                if masks.kind:
-                    raise LlmcError("tokens of its images see each other, which llmc does not "
-                                    "support beside audio")
-                audio = export_audio(complete, all_tensors, origin, media, names)
+                if masks.kind == "prompt":
+                    raise LlmcError("tokens of a prompt with images see each other, which llmc "
+                                    "does not support beside audio")
+                audio = export_audio(complete, all_tensors, origin, media, names,
+                                     grid is not None, masks.token_id)
             except LlmcError as error:
                 if not takes_images:
                     raise

@@ -21,6 +21,7 @@ from llmc.compiler.frontend.scoring import (
     logit_score,
 )
 from llmc.compiler.frontend.sizes import check_sizes
+from llmc.compiler.frontend.thinker import of_thinker, plain_thinker_config, thinker_config
 from llmc.compiler.frontend.tokenizer_config import (
     read_chat_templates,
     write_chat_templates,
@@ -63,19 +64,19 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
         with scratch_folder() as scratch:
             copy_tokenizer(directory, scratch)
             score = logit_score(scoring.tokens, scratch)
-    plan = read_plan(root, _plain_config(directory), task, pooling, allow_pickle, score)
-    decoded = read_quantized(directory, _plain_config(directory),
-                             lambda: open_checkpoint(directory, allow_pickle))
-    config = read_config(directory, trust_remote_code)  # imports transformers: seconds
-    if getattr(config, "thinker_config", None) is not None:
-        raise LlmcError(f"'{config.model_type}' has its language model in thinker_config, beside a "
-                        f"model that speaks, which llmc does not support; use another model")
+    whole = _plain_config(directory)
+    plain = plain_thinker_config(whole)
+    plan = read_plan(root, plain, task, pooling, allow_pickle, score)
+    decoded = of_thinker(read_quantized(directory, whole, lambda: open_checkpoint(
+        directory, allow_pickle)), whole)
+    # imports transformers: seconds
+    config = thinker_config(read_config(directory, trust_remote_code))
     generation = _generation(directory)
     if config.is_encoder_decoder and not generation:  # as transformers does
         from transformers import GenerationConfig
         generation = GenerationConfig.from_model_config(config).to_dict()
     media = _media_of(config, directory) if takes_media and plan is None else ()
-    check(_plain_config(directory), generation, config.is_encoder_decoder, "",
+    check(plain, generation, config.is_encoder_decoder, "",
           "generate" if plan is None else plan.task, media)
     template = scoring.read_template()
     if plan is not None and template is not None:
@@ -100,7 +101,6 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
     if plan is not None and exported.max_tokens is not None:
         plan = replace(plan, max_tokens=min(plan.max_tokens or exported.max_tokens,
                                             exported.max_tokens))
-    plain = _plain_config(directory)
     draft = None if not exported.mtp else RawDraft(
         exported.mtp, "mtp", config_digest(plain), num_speculative_tokens=len(exported.mtp),
         chain="layers" if len(exported.mtp) > 1 else "tokens")

@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.utils
+import onnxruntime as ort
 import torch
 from accelerate import init_empty_weights
 from transformers import AttentionInterface, AutoModelForImageTextToText, vision_utils
@@ -75,11 +77,13 @@ class TracedImageEncoder:
         proto: the graph; see `trace_image`.
         computed: how its computed inputs are computed.
         inputs: for each sample, the graph's inputs by name.
+        padded: whether a sample has fewer rows than the encoder gives, which are the first ones.
     """
 
     proto: onnx.ModelProto
     computed: tuple[VisionInput, ...]
     inputs: tuple[Arrays, ...]
+    padded: bool
 
 
 def trace_image(config: Any, samples: Sequence[Arrays], num_rows: Sequence[int] = ()) -> \
@@ -99,7 +103,8 @@ def trace_image(config: Any, samples: Sequence[Arrays], num_rows: Sequence[int] 
     Raises:
         LlmcError: the encoder cannot be exported.
     """
-    use_encoder_attention(config, any(name.endswith("mask") for name in samples[0]))
+    fixed = _is_fixed(samples, num_rows)
+    use_encoder_attention(config, fixed or any(name.endswith("mask") for name in samples[0]))
     try:
         with init_empty_weights(include_buffers=False), Reproducible():
             model: Any = build(config, IMAGE, False)
@@ -111,11 +116,11 @@ def trace_image(config: Any, samples: Sequence[Arrays], num_rows: Sequence[int] 
                             f"{LANGUAGE_MODEL_ONLY}")
         recorded = [_record(empty, sample) for sample in samples]
         for expected, run in zip(num_rows, recorded, strict=False):
-            if run.rows[0] != expected:
+            if run.rows[0] != expected and not (fixed and run.rows[0] > expected):
                 raise LlmcError(f"the processor gives an image {expected} tokens, the image "
                                 f"encoder of '{config.model_type}' {run.rows[0]} rows; give the "
                                 f"processor files that belong to the weights")
-        return _export(model, samples, recorded)
+        return _export(model, samples, recorded, num_rows if fixed else ())
     except LlmcError:
         raise
     except Exception as error:  # any error of the model's code
@@ -138,6 +143,12 @@ def use_encoder_attention(config: Any, padded: bool) -> None:
         each._attn_implementation = _ATTENTION if padded else _UNPADDED
 
 
+def _is_fixed(samples: Sequence[Arrays], num_rows: Sequence[int]) -> bool:
+    """Whether a processor pads the arrays of all images to one size, and rows differ in number."""
+    shapes = [{name: array.shape for name, array in sample.items()} for sample in samples]
+    return len(set(num_rows)) > 1 and all(own == shapes[0] for own in shapes)
+
+
 @dataclass(frozen=True)
 class _Run:
     """What an encoder did for a sample.
@@ -146,11 +157,13 @@ class _Run:
         calls: of functions of the grid.
         rows: number of rows of each result.
         constants: see `OneImage`.
+        num_masks: number of masks of rows, see `OneImage`.
     """
 
     calls: Sequence[_Call]
     rows: Sequence[int]
     constants: Sequence[torch.Tensor]
+    num_masks: int
 
 
 def _record(model: Any, sample: Arrays) -> _Run:
@@ -191,11 +204,17 @@ def _record(model: Any, sample: Arrays) -> _Run:
     mode = OneImage()
     with torch.no_grad(), _replaced(model, recorded, mode, sample["pixel_values"].shape[1]):
         results = _features(model, meta)
-    return _Run(calls, [len(rows) for rows in results], mode.recorded)
+    return _Run(calls, [len(rows) for rows in results], mode.recorded, len(mode.masks))
 
 
-def _export(model: Any, samples: Sequence[Arrays], runs: Sequence[_Run]) -> \
-        TracedImageEncoder:
+def _export(model: Any, samples: Sequence[Arrays], runs: Sequence[_Run],
+            num_rows: Sequence[int]) -> TracedImageEncoder:
+    """Export an encoder.
+
+    Args:
+        num_rows: the first so many rows of each sample are the image's, others are those of
+            padding; empty: there is no padding.
+    """
     names = [name for name in samples[0] if name != SIZES]
     if all(call.function != PACK for call in runs[0].calls) and any(
             SIZES in sample and sample[SIZES].tolist() != [[*sample["pixel_values"].shape[-2:]]]
@@ -214,14 +233,37 @@ def _export(model: Any, samples: Sequence[Arrays], runs: Sequence[_Run]) -> \
     if any(not all(map(torch.equal, constants, run.constants)) for run in runs):
         raise LlmcError(f"the encoder's positions depend on the image in a way that llmc does not "
                         f"support; {LANGUAGE_MODEL_ONLY}")
-    encoder = _Encoder(model, names, computed, SIZES in samples[0], constants)
+    encoder = _Encoder(model, names, computed, SIZES in samples[0], constants, bool(num_rows))
+    masks = [f"mask_{index}" for index in range(runs[0].num_masks)] if num_rows else []
     proto = export_encoder(model, encoder, inputs, [
-        MEDIA_ROWS, *(f"{MEDIA_ROWS}_{index}" for index in range(len(runs[0].rows) - 1))])
+        MEDIA_ROWS, *(f"{MEDIA_ROWS}_{index}" for index in range(len(runs[0].rows) - 1)), *masks])
+    if num_rows:
+        _check_masks(proto, masks, samples, num_rows)
     _remove_unread_grid(proto)
     read = {tensor.name for tensor in proto.graph.input}
     return TracedImageEncoder(proto, tuple(computed), tuple(
         {name: array for name, array in zip(inputs, arrays, strict=True) if name in read}
-        for arrays in zip(*inputs.values(), strict=True)))
+        for arrays in zip(*inputs.values(), strict=True)), bool(num_rows))
+
+
+def _check_masks(proto: onnx.ModelProto, masks: Sequence[str], samples: Sequence[Arrays],
+                 num_rows: Sequence[int]) -> None:
+    """Check that masks of rows select the first rows of each sample, and remove their outputs.
+
+    Raises:
+        LlmcError: they select others, or there is none.
+    """
+    names = [tensor.name for tensor in proto.graph.input if tensor.name in samples[0]]
+    part = onnx.utils.Extractor(proto).extract_model(names, list(masks))
+    found = [ort.InferenceSession(part.SerializeToString(), providers=["CPUExecutionProvider"]).run(
+        None, {name: sample[name] for name in names}) for sample in samples] if masks else []
+    if not masks or any(not np.array_equal(mask.reshape(-1), np.arange(mask.size) < count)
+                        for own, count in zip(found, num_rows, strict=True) for mask in own):
+        raise LlmcError(f"its rows of padding are not the last ones, which llmc does not "
+                        f"support; {LANGUAGE_MODEL_ONLY}")
+    outputs = [tensor for tensor in proto.graph.output if tensor.name not in masks]
+    del proto.graph.output[:]
+    proto.graph.output.extend(outputs)
 
 
 def _remove_unread_grid(proto: onnx.ModelProto) -> None:
@@ -246,12 +288,13 @@ class _Encoder(torch.nn.Module):
     """Arrays of an image, and computed inputs, to rows."""
 
     def __init__(self, model: Any, names: Sequence[str], computed: Sequence[VisionInput],
-                 has_sizes: bool, constants: Sequence[torch.Tensor]) -> None:
+                 has_sizes: bool, constants: Sequence[torch.Tensor], gives_masks: bool) -> None:
         super().__init__()
         self._constants = torch.nn.Module()
         for index, own in enumerate(constants):
             self._constants.register_buffer(str(index), own)
         self.model, self._names, self._has_sizes = model, names, has_sizes
+        self._gives_masks = gives_masks
         self._computed = [(own.function, len(own.names)) for own in computed]
 
     def forward(self, *arrays: torch.Tensor) -> Any:
@@ -271,9 +314,10 @@ class _Encoder(torch.nn.Module):
 
         if self._has_sizes:
             given[SIZES] = OneSize([tuple(given["pixel_values"].shape[-2:])])
-        with _replaced(self.model, given_instead, OneImage(self._constants.buffers()),
-                       given["pixel_values"].shape[1]):
+        mode = OneImage(self._constants.buffers())
+        with _replaced(self.model, given_instead, mode, given["pixel_values"].shape[1]):
             rows = _features(self.model, given)
+        rows += mode.masks if self._gives_masks else []
         return rows if len(rows) > 1 else rows[0]
 
 

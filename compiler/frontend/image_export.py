@@ -47,7 +47,8 @@ def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
     graph = encoder_graph(traced.proto, config, IMAGE, tensors, origin, names)
     inputs = tuple(ImageSample.of(arrays, graph.inputs) for arrays in traced.inputs)
     name_sizes(graph, "image")
-    return RawImageEncoder(graph, traced.computed, grid, masks.kind, masks.token_id, inputs)
+    return RawImageEncoder(graph, traced.computed, grid, masks.kind, masks.token_id,
+                           traced.padded, inputs)
 
 
 def check_language_model(config: Any, description: ProcessorDescription) -> ImageMasks:

@@ -75,6 +75,23 @@ def _remove_added_biases(proto: onnx.ModelProto) -> None:
             del node.input[2]
 
 
+def remove_unread(proto: onnx.ModelProto, names: Sequence[str]) -> None:
+    """Remove these inputs, and nodes that give no rows and may read them."""
+    producers = {name: node for node in proto.graph.node for name in node.output}
+    waiting, read = [tensor.name for tensor in proto.graph.output], set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name not in read:
+            read.add(name)
+            waiting += producers[name].input if name in producers else ()
+    nodes = [node for node in proto.graph.node if not read.isdisjoint(node.output)]
+    inputs = [tensor for tensor in proto.graph.input
+              if tensor.name in read or tensor.name not in names]
+    del proto.graph.node[:], proto.graph.input[:]
+    proto.graph.node.extend(nodes)
+    proto.graph.input.extend(inputs)
+
+
 def encoder_graph(proto: onnx.ModelProto, config: Any, part: Part, tensors: Mapping[str, Weight],
                   origin: str, names: dict[int, str]) -> gs.Graph:
     """Convert an exported encoder to a graph with a checkpoint's weights.

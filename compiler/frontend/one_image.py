@@ -25,6 +25,7 @@ class OneImage(TorchFunctionMode):
     | --- | --- |
     | split of rows by image | all rows |
     | `x[mask]` for a mask of tiles | all tiles |
+    | `x[mask]` for a mask of rows by image | all rows; `masks` has the mask |
     | values of a tensor of one number | unknown, for a split |
     | squeeze of an axis of dynamic size | no change: the exporter removes the axis |
     | unfold without overlap | a view |
@@ -40,6 +41,7 @@ class OneImage(TorchFunctionMode):
         super().__init__()
         self._constants, self._paused = constants, False
         self.recorded: list[torch.Tensor] = []
+        self.masks: list[torch.Tensor] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> \
             Any:
@@ -64,8 +66,11 @@ class OneImage(TorchFunctionMode):
         return (rows,) if isinstance(sizes, list) and len(sizes) == 1 else NotImplemented
 
     def select(self, rows: Any, index: Any) -> Any:
-        is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.ndim == 1
-        return rows if is_mask else NotImplemented
+        if not isinstance(index, torch.Tensor) or index.dtype != torch.bool or index.ndim > 2:
+            return NotImplemented
+        if index.ndim == 2:
+            self.masks.append(index)
+        return rows.flatten(0, index.ndim - 1)
 
     def to_list(self, numbers: Any) -> Any:
         if tuple(numbers.shape) == (1,):

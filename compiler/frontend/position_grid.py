@@ -1,12 +1,16 @@
 """Positions by axis of a model's image tokens (M-RoPE), determined by running its `get_rope_index`.
 
 transformers' models with such positions have this method. It is run without weights on prompts with
-images of several grids, and must agree with `rotary_positions`, which the runtime uses.
+images of several grids and audio clips of several lengths, and must agree with `rotary_positions`,
+which the runtime uses: rows of audio have the positions of text.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -21,7 +25,7 @@ from llmc.runtime.multimodal.rotary_positions import ImagePlace, rotary_position
 
 # Frames, rows and columns of images in the probing prompt, in tokens.
 _GRIDS = ((1, 2, 5), (1, 4, 1), (1, 3, 3))
-_TEXT = 3  # tokens before, between and after images
+_TEXT = 3  # tokens before, between and after items
 
 
 def has_positions_by_axis(model: torch.nn.Module) -> bool:
@@ -29,11 +33,12 @@ def has_positions_by_axis(model: torch.nn.Module) -> bool:
     return any(hasattr(module, "get_rope_index") for module in model.modules())
 
 
-def position_grid(config: Any) -> PositionGrid | None:
+def position_grid(config: Any, clips: Sequence[tuple[int, int]] = ()) -> PositionGrid | None:
     """Return the positions of an image-text model's image rows by axis; None if it has none.
 
     Args:
         config: a transformers config.
+        clips: frames and rows of audio clips, whose rows have the positions of text.
 
     Raises:
         LlmcError: the model has positions by axis, but follows no known rule.
@@ -47,40 +52,66 @@ def position_grid(config: Any) -> PositionGrid | None:
     merge_size = getattr(vision, "spatial_merge_size", None)
     if isinstance(merge_size, int) and merge_size > 0:
         grid = PositionGrid(merge_size=merge_size)
-        if _follows(owner, grid):
+        if _follows(owner, grid, clips):
             return grid
     raise LlmcError(f"images of '{config.model_type}' have positions by axis that follow no known "
                     f"rule; {LANGUAGE_MODEL_ONLY}")
 
 
-def _follows(owner: Any, grid: PositionGrid) -> bool:
-    """Whether `get_rope_index` gives the positions of a grid, with 0, 1 and several images."""
-    return all(np.array_equal(_by_model(owner, grid.merge_size, _GRIDS[:count]),
-                              rotary_positions(*_prompt(_GRIDS[:count])).of_prompt)
-               for count in range(len(_GRIDS) + 1))
+def _follows(owner: Any, grid: PositionGrid, clips: Sequence[tuple[int, int]]) -> bool:
+    """Whether `get_rope_index` gives the positions of a grid, with 0, 1 and several items."""
+    prompts = [_Prompt(owner.config, _GRIDS[:images], clips[:count])
+               for images in range(len(_GRIDS) + 1) for count in range(len(clips) + 1)]
+    return all(np.array_equal(_by_model(owner, grid.merge_size, own),
+                              rotary_positions(own.ids.shape[1], own.images).of_prompt)
+               for own in prompts)
 
 
-def _prompt(grids: tuple[tuple[int, int, int], ...]) -> tuple[int, list[ImagePlace]]:
-    """Length of a prompt with images of these grids, and their places."""
-    places, length = [], _TEXT
-    for each in grids:
-        count = int(np.prod(each))
-        places.append(ImagePlace(np.arange(length, length + count), each))
-        length += count + _TEXT
-    return length, places
+class _Prompt:
+    """A prompt with images and audio clips in turn.
+
+    Args:
+        config: of the model, with the token ids of items.
+        grids: of the images, in tokens.
+        clips: frames and rows of the clips.
+    """
+
+    def __init__(self, config: Any, grids: Sequence[tuple[int, int, int]],
+                 clips: Sequence[tuple[int, int]]) -> None:
+        self.grids, self.frames = grids, [frames for frames, _ in clips]
+        named = {name: value for name, value in config.to_dict().items()
+                 if name.endswith(("_token_id", "_token_index")) and isinstance(value, int)}
+        text = next(token for token in range(len(named) + 1) if token not in named.values())
+        ids, self.images = [text] * _TEXT, list[ImagePlace]()
+        for shape, clip in zip_longest(grids, clips):
+            for kind, count in (("image", 0 if shape is None else int(np.prod(shape))),
+                                ("audio", 0 if clip is None else clip[1])):
+                if not count:
+                    continue
+                if kind == "image":
+                    self.images.append(ImagePlace(np.arange(len(ids), len(ids) + count), shape))
+                start = "vision_start_token_id" if kind == "image" else "audio_start_token_id"
+                ids[-1] = getattr(config, start, None) or text
+                ids += [getattr(config, f"{kind}_token_id", None) or text] * count + [text] * _TEXT
+        self.ids = torch.tensor([ids])
 
 
-def _by_model(owner: Any, merge_size: int, grids: tuple[tuple[int, int, int], ...]) -> np.ndarray:
+def _by_model(owner: Any, merge_size: int, prompt: _Prompt) -> np.ndarray:
     """Positions by the model, [length, 3]; empty if its method fails."""
-    length, places = _prompt(grids)
-    types = torch.zeros((1, length), dtype=torch.int64)
-    for place in places:
+    types = torch.zeros_like(prompt.ids)
+    for place in prompt.images:
         types[0, place.positions] = 1
-    given = None if not grids else torch.tensor(
-        [(t, rows * merge_size, columns * merge_size) for t, rows, columns in grids])
+    given = {
+        "input_ids": prompt.ids, "mm_token_type_ids": types,
+        "attention_mask": torch.ones_like(prompt.ids),
+        "image_grid_thw": torch.tensor([(t, rows * merge_size, columns * merge_size)
+                                        for t, rows, columns in prompt.grids])
+        if prompt.grids else None,
+        "audio_seqlens": torch.tensor(prompt.frames) if prompt.frames else None}
+    known = inspect.signature(owner.get_rope_index).parameters
     try:
-        found, _ = owner.get_rope_index(torch.zeros((1, length), dtype=torch.int64),
-                                        mm_token_type_ids=types, image_grid_thw=given)
+        found, _ = owner.get_rope_index(**{key: value for key, value in given.items()
+                                           if key in known})
         return np.asarray(found[:, 0].T.numpy())
     except Exception:  # of the model's code, which takes other arguments
         return np.empty((0, 0))

@@ -99,6 +99,7 @@ class RawImageEncoder:
             `POSITION_IDS`; None: it has one position of each token.
         bidirectional: tokens of the language model that see each other; see `ImageEncoderProgram`.
         token_id: token id that the language model reads at positions of rows; None: the prompt's.
+        padded: whether an image has fewer rows than the encoder gives, which are the first ones.
         samples: its inputs for images of several sizes.
     """
 
@@ -107,6 +108,7 @@ class RawImageEncoder:
     grid: PositionGrid | None = None
     bidirectional: Bidirectional | None = None
     token_id: int | None = None
+    padded: bool = False
     samples: tuple[ImageSample, ...] = ()
 
 

@@ -46,6 +46,7 @@ class ImageEncoder:
     grid: PositionGrid | None
     bidirectional: Bidirectional | None
     token_id: int | None
+    padded: bool
     device: gs.Graph | None = None
 
     @property

@@ -113,7 +113,7 @@ def write_image(image: ImageEncoder, places: dict[str, Placed], directory: Path)
     """
     steps, files = _write_steps(image.graph, places, directory, CPU.image_file, "image")
     return describe_image(image.graph, steps, image.computed, image.grid,
-                          image.bidirectional, image.token_id), files
+                          image.bidirectional, image.token_id, image.padded), files
 
 
 def write_audio(audio: gs.Graph, places: dict[str, Placed], directory: Path) -> \

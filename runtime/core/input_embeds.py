@@ -54,7 +54,7 @@ class InputEmbeds:
                            rotary=rotary)
 
     def seen_together(self, kind: Bidirectional | None, tokens: Sequence[int]) -> InputEmbeds:
-        """Add the ranges of a prompt whose tokens see each other.
+        """Add the ranges of a prompt whose tokens see each other: of images, not of audio.
 
         A row then depends on all rows of its range, and so does its key.
 
@@ -68,9 +68,15 @@ class InputEmbeds:
             digest = hashlib.sha256(np.asarray(tokens, np.int64).tobytes() + b"".join(self.keys))
             return replace(self, salt=digest.digest(), ranges=np.array(
                 [[0, len(tokens)]] if len(tokens) > 1 else [], np.int64).reshape(-1, 2))
-        borders = np.flatnonzero(np.diff(self.positions) != 1) + 1
+        audio = [own.positions for own in self.items if own.item.modality == "audio"]
+        is_audio = np.isin(self.positions, np.concatenate(audio)) if audio else \
+            np.zeros(len(self.positions), np.bool_)
+        borders = np.flatnonzero((np.diff(self.positions) != 1) | np.diff(is_audio)) + 1
         keys, ranges = list[bytes](), list[tuple[int, int]]()
         for first, stop in pairwise([0, *borders.tolist(), len(self.positions)]):
+            if is_audio[first]:
+                keys += self.keys[first:stop]
+                continue
             own = hashlib.sha256(b"".join(self.keys[first:stop])).digest()
             keys += [own + index.to_bytes(4, "little") for index in range(stop - first)]
             if stop - first > 1:

@@ -18,7 +18,7 @@ from llmc.artifacts.vision_input import UNREAD
 from llmc.errors import LlmcError
 from llmc.runtime.engines import cpu_sessions
 from llmc.runtime.multimodal import vision_inputs
-from llmc.runtime.multimodal.items import Modality
+from llmc.runtime.multimodal.items import MediaItem, Modality
 
 
 class MediaEncoder:
@@ -48,14 +48,26 @@ class MediaEncoder:
         self.ops = {*facts["ops"]}
         self._check()
 
-    def encode(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Run the encoder on one item: [num_outputs, num_rows, width]."""
+    def encode(self, item: MediaItem) -> np.ndarray:
+        """Run the encoder on one item: [num_outputs, num_rows, width].
+
+        Raises:
+            LlmcError: it gives another number of rows than the prompt takes, or fails.
+        """
+        arrays = item.arrays
         read = {tensor.name for tensor in self._program.inputs}
         feeds = {name: array for name, array in arrays.items()
                  if name in read or name not in UNREAD}
         for own in self._program.computed if isinstance(self._program, ImageEncoderProgram) else ():
             feeds |= vision_inputs.of_arrays(own, arrays)
-        return np.stack(self._run(feeds))
+        rows = np.stack(self._run(feeds))
+        if isinstance(self._program, ImageEncoderProgram) and self._program.padded:
+            rows = rows[:, :item.num_rows]
+        if rows.shape[1] != item.num_rows:
+            raise LlmcError(f"the {self._kind} encoder gives {rows.shape[1]} rows, the prompt has "
+                            f"{item.num_rows} tokens for them; compile the model with the "
+                            f"processor files that belong to its weights")
+        return rows
 
     def _run(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """Return the rows of each output, float32 [num_rows, width]."""

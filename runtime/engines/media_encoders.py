@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from llmc.artifacts.manifest import Manifest
-from llmc.errors import LlmcError
 from llmc.runtime.core.step import Step
 from llmc.runtime.engines.image_encoder import ImageEncoder, MediaEncoder
 from llmc.runtime.multimodal.items import Modality
@@ -44,11 +43,7 @@ class MediaEncoders:
         for place in step.free_media:
             del self._rows[place]
         for place, item in step.encode_media.items():
-            rows = self._encoders[item.modality].encode(item.arrays)
-            if rows.shape[1] != item.num_rows:
-                raise LlmcError(f"the {item.modality} encoder gives {rows.shape[1]} rows, the "
-                                f"prompt has {item.num_rows} tokens for them; compile the model "
-                                f"with the processor files that belong to its weights")
+            rows = self._encoders[item.modality].encode(item)
             deep = self._num_outputs - len(rows)  # audio has no rows of deep layers
             self._rows[place] = np.pad(rows, ((0, deep), (0, 0), (0, 0)))
         if not len(step.media_rows):

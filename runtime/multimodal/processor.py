@@ -204,6 +204,8 @@ class Processor:
             except LlmcError as error:
                 raise LlmcError(f"audio clip {index}: {error}") from error
             items.append(_item("audio", arrays, inputs.prompt, inputs.extractor))
+            if inputs.prompt is not None and not items[-1].num_rows:
+                raise LlmcError(f"audio clip {index} is too short for a token; give a longer one")
         return items
 
     def _features(self, inputs: AudioInputs, clip: Clip) -> Arrays:
@@ -213,6 +215,8 @@ class Processor:
         extractor.check_length(waveform, inputs.max_samples())
         if isinstance(extractor, GemmaAudioFeatureExtractor):
             features, mask = extractor.features(waveform)
+            if isinstance(prompt, AudioTokenReplacement) and prompt.windows == "cut":
+                features, mask = features[:mask.sum()], mask[:mask.sum()]
             return {"input_features": features[None], "input_features_mask": mask[None]}
         assert isinstance(extractor, WhisperFeatureExtractor)
         if prompt is None:
@@ -222,7 +226,7 @@ class Processor:
         if prompt.mask is None:
             return {"input_features": features}
         windows, _, frames = features.shape
-        num_frames = frames if prompt.windows == "none" else \
+        num_frames = frames if prompt.windows in ("none", "cut") else \
             -(-len(waveform) // extractor.hop_length)
         mask = (np.arange(windows * frames) < num_frames).astype(np.int32)
         return {"input_features": features, prompt.mask: mask.reshape(windows, frames)}
@@ -338,6 +342,16 @@ def _one_window(extractor: WhisperFeatureExtractor, waveform: Waveform) -> NDArr
     return extractor.features(extractor.window(waveform))[None]
 
 
+def _cut_window(extractor: WhisperFeatureExtractor, waveform: Waveform) -> NDArray[np.float32]:
+    """The features of a padded window up to the last frame that begins in the clip."""
+    count = -(-len(waveform) // extractor.hop_length)
+    later = extractor.n_fft // extractor.hop_length + 1  # frames that read samples of the clip, too
+    size = min((count + later) * extractor.hop_length, extractor.max_samples())
+    padded = np.full(size, extractor.padding_value, np.float32)
+    padded[:len(waveform)] = waveform
+    return extractor.features(padded)[None, :, :count]
+
+
 def _no_window(extractor: WhisperFeatureExtractor, waveform: Waveform) -> NDArray[np.float32]:
     return extractor.features(waveform)[None]
 
@@ -360,7 +374,8 @@ def _joined_windows(extractor: WhisperFeatureExtractor,
 
 # Features of a waveform, [windows, feature_size, frames].
 _FEATURES: dict[Windows, Callable[[WhisperFeatureExtractor, Waveform], NDArray[np.float32]]] = {
-    "one": _one_window, "none": _no_window, "several": _several_windows, "joined": _joined_windows}
+    "one": _one_window, "cut": _cut_window, "none": _no_window, "several": _several_windows,
+    "joined": _joined_windows}
 
 
 def _item(modality: Modality, arrays: Arrays, prompt: PromptReplacement | None,

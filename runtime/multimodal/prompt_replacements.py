@@ -36,9 +36,10 @@ from llmc.runtime.multimodal.image_processors.base import Arrays, Dims, Positive
 from llmc.runtime.multimodal.tile_rows import unpadded
 
 Strategy = Literal["default", "full"]
-# What WhisperFeatureExtractor reads of a clip: one window, padded; the clip as it is; each of its
-# windows on their own; or all of them at once, cut into windows afterwards.
-Windows = Literal["one", "none", "several", "joined"]
+# What the feature extractor reads of a clip: one window, padded; the same, whose frames of padding
+# are left out; the clip as it is; each of its windows on their own; or all of them at once, cut
+# into windows afterwards.
+Windows = Literal["one", "cut", "none", "several", "joined"]
 
 
 class PromptReplacement(BaseModel):
@@ -446,7 +447,7 @@ class MllamaReplacement(ImageTokenReplacement):
 class AudioTokenReplacement(PromptReplacement):
     """Base of classes whose placeholder is `audio_token`."""
 
-    # How Whisper's extractor is used, see `Windows`; and the name of the mask of frames, if any.
+    # How the extractor is used, see `Windows`; and the name of Whisper's mask of frames, if any.
     windows: ClassVar[Windows] = "one"
     mask: ClassVar[str | None] = "feature_attention_mask"
 
@@ -466,12 +467,18 @@ class AudioTokenReplacement(PromptReplacement):
 
 
 class Qwen2AudioReplacement(AudioTokenReplacement):
-    processor_class: Literal["Qwen2AudioProcessor", "Qwen2_5OmniProcessor"]
+    processor_class: Literal["Qwen2AudioProcessor"]
     audio_token: str = "<|AUDIO|>"
 
     def text(self, arrays: Arrays, processor: Any) -> str:
         frames = int(arrays["feature_attention_mask"].sum())
         return self.audio_token * (((frames - 1) // 2 + 1 - 2) // 2 + 1)
+
+
+class Qwen2_5OmniReplacement(Qwen2AudioReplacement):
+    windows: ClassVar[Windows] = "cut"  # as the encoder reads
+
+    processor_class: Literal["Qwen2_5OmniProcessor"]  # type: ignore[assignment]
 
 
 class Qwen3OmniReplacement(AudioTokenReplacement):
@@ -480,6 +487,9 @@ class Qwen3OmniReplacement(AudioTokenReplacement):
     processor_class: Literal["Qwen3OmniMoeProcessor"]
     n_window: Positive = 50
     audio_token: str = "<|audio_pad|>"
+
+    def max_seconds(self, window: float) -> float:
+        return MAX_SECONDS
 
     def text(self, arrays: Arrays, processor: Any) -> str:
         frames = int(arrays["feature_attention_mask"].sum())
@@ -551,6 +561,8 @@ class Gemma3nAudioReplacement(AudioTokenReplacement):
 
 
 class Gemma4AudioReplacement(AudioTokenReplacement):
+    windows: ClassVar[Windows] = "cut"  # the encoder multiplies the other frames by 0
+
     processor_class: Literal["Gemma4Processor"]
     boa_token: str = "<|audio>"
     eoa_token: str = "<audio|>"
@@ -572,8 +584,9 @@ AnyImageReplacement = Annotated[
     | MllamaReplacement,
     Field(discriminator="processor_class")]
 AnyAudioReplacement = Annotated[
-    Qwen2AudioReplacement | Qwen3OmniReplacement | AudioFlamingo3Replacement | GlmAsrReplacement
-    | VoxtralReplacement | Gemma3nAudioReplacement | Gemma4AudioReplacement,
+    Qwen2AudioReplacement | Qwen2_5OmniReplacement | Qwen3OmniReplacement
+    | AudioFlamingo3Replacement | GlmAsrReplacement | VoxtralReplacement
+    | Gemma3nAudioReplacement | Gemma4AudioReplacement,
     Field(discriminator="processor_class")]
 
 

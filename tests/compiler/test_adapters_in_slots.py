@@ -20,9 +20,9 @@ SLOTS = replace(LIMITS, max_loras=2, max_lora_rank=12)
 
 
 @pytest.mark.parametrize(("family", "changes", "options"), [
-    ("llama", {}, {}), ("llama", {}, {"tp_size": 2}),
+    pytest.param("llama", {}, {}, marks=pytest.mark.thorough), ("llama", {}, {"tp_size": 2}),
     ("gpt2", {}, {"tp_size": 3}),  # LayerNorm, matrices [in, out]
-    ("phi3", {}, {}), ("gemma2", {}, {"tp_size": 2}),
+    pytest.param("phi3", {}, {}, marks=pytest.mark.thorough), ("gemma2", {}, {"tp_size": 2}),
     pytest.param("olmo2", {}, {}, marks=pytest.mark.thorough),
     pytest.param("deepseek_v3", {}, {"tp_size": 2}, marks=pytest.mark.thorough)])
 def test_requests_with_other_adapters_and_none_share_steps(family, changes, options, tmp_path):

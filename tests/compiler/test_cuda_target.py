@@ -37,9 +37,12 @@ def test_the_schedule_gives_transformers_logits(family, tmp_path):
 
 
 @pytest.mark.parametrize(("family", "changes", "tp_size"), [
-    *((family, {}, tp_size) for family in families.OWN_ATTENTION for tp_size in (1, 2)),
+    *(pytest.param(family, {}, tp_size,
+                   marks=[pytest.mark.thorough] * (family == "gemma4_unified_text"))
+      for family in families.OWN_ATTENTION for tp_size in (1, 2)),
     ("gemma4_text", {}, 4), ("gemma4_text", families.GEMMA4_LARGE, 2),
-    ("gemma4_text", families.GEMMA4_MOE, 1), ("gemma4_text", families.GEMMA4_MOE, 4)])
+    pytest.param("gemma4_text", families.GEMMA4_MOE, 1, marks=pytest.mark.thorough),
+    ("gemma4_text", families.GEMMA4_MOE, 4)])
 def test_custom_attention_of_families_gives_transformers_logits_and_tokens(family, changes, tp_size,
                                                                            tmp_path):
     model = families.tiny_model(family, **changes)

@@ -156,7 +156,8 @@ def test_moe_layers_may_have_one_or_no_shared_expert(family, changes, tmp_path):
         families.assert_close(logits, expected)
 
 
-@pytest.mark.parametrize("top_groups", [1, 5, 7])
+@pytest.mark.parametrize("top_groups", [
+    5, *(pytest.param(number, marks=pytest.mark.thorough) for number in (1, 7))])
 def test_group_limited_routing_is_recognized(top_groups, tmp_path):
     model = families.tiny_model("glm4_moe", num_hidden_layers=2, n_routed_experts=32, n_group=8,
                                 topk_group=top_groups)
@@ -165,7 +166,8 @@ def test_group_limited_routing_is_recognized(top_groups, tmp_path):
             for node in fields(graph, "Route")] == [(8, top_groups, "top2")]
 
 
-@pytest.mark.parametrize("scale", [1.23456e-4, 1e-7, -1.5])
+@pytest.mark.parametrize("scale", [
+    -1.5, *(pytest.param(scale, marks=pytest.mark.thorough) for scale in (1.23456e-4, 1e-7))])
 def test_the_scale_of_routing_scores_is_kept(scale, tmp_path):
     model = families.tiny_model("glm4_moe", num_hidden_layers=2, routed_scaling_factor=scale)
     with torch.no_grad():

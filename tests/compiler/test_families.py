@@ -132,6 +132,7 @@ def test_gemma_4_with_expert_parallelism(tmp_path):
     check_family("gemma4_text", [2, 3], tmp_path, expert_parallel=True, **families.GEMMA4_MOE)
 
 
+@pytest.mark.thorough
 def test_layers_with_shared_kv_are_repeated(tmp_path, monkeypatch):
     kinds = ["sliding_attention", "sliding_attention", "full_attention"]
     counts = families.count_exported(monkeypatch, "Sdpa")
@@ -244,7 +245,8 @@ def test_the_program_has_a_bias_by_key(falcon_rw, tmp_path):
 
 
 @pytest.mark.parametrize(("family", "changes"), [
-    ("olmoe", {}), ("glm4_moe", {}), ("llama4_text", {"num_experts_per_tok": 2})])
+    ("olmoe", {}), ("glm4_moe", {}),
+    pytest.param("llama4_text", {"num_experts_per_tok": 2}, marks=pytest.mark.thorough)])
 def test_expert_parallel_ranks_have_whole_experts(family, changes, tmp_path):
     check_family(family, [2, 3, 4], tmp_path, expert_parallel=True, **changes)
 

@@ -12,7 +12,7 @@ import llmc
 from llmc.compiler.check.diff import diff
 from llmc.compiler.frontend import load
 
-COMMON = ("gemma4", "mistral3", "qwen3_vl")
+COMMON = ("mistral3", "qwen3_vl")
 ROW = np.random.default_rng(3).integers(3, families.VOCAB - 3, 24).tolist()
 
 

@@ -672,6 +672,7 @@ def test_channel_scaling_preserves_the_model(family, root, tmp_path):
     lora.assert_generates(lora.merged(model, factors), completion, 2e-5)
 
 
+@pytest.mark.thorough
 def test_calibration_holds_one_layer_in_memory(tmp_path):
     """Six layers take no more memory than two, except for the codes of two."""
     peaks, tokens = [], np.random.default_rng(4).integers(3, families.VOCAB, 1024).tolist()

@@ -53,7 +53,7 @@ def in_int8(llava, tmp_path_factory):
 
 def items_of(manifest, case):
     processor = InputProcessor(manifest, case, 1).require_processor()
-    return [own.arrays for own in processor.process_images(images(3))]
+    return processor.process_images(images(3))
 
 
 class Dequantized:
@@ -98,11 +98,11 @@ def test_rows_on_a_cpu_are_those_of_the_dequantized_weights(llava, in_int8, sche
     # The two layers whose results LLaVA reads, and the projector; not the patch embedding.
     assert len(forms) == 2 * 6 + 2 and not any("patch_embedding" in name for name in forms)
     encoder = MediaEncoder(manifest, case, "image", 1)
-    for arrays in items_of(manifest, case):
-        rows, = encoder.encode(arrays)
-        original, = encoder_rows(model, arrays)
+    for item in items_of(manifest, case):
+        rows, = encoder.encode(item)
+        original, = encoder_rows(model, item.arrays)
         with Dequantized(model, manifest, case):
-            expected, = encoder_rows(model, arrays)
+            expected, = encoder_rows(model, item.arrays)
         # A rounded activation may differ by one code; FP8 weights are multiplied in float32.
         assert relative(rows, expected) < (1e-5 if scheme == "fp8" else 0.01)
         assert 1e-4 < relative(rows, original) < TOLERANCES[scheme]
@@ -132,8 +132,8 @@ def test_rows_of_a_program_for_gpus(name, scheme, dtype, tmp_path):
     assert len(manifest.image.steps) == 2 and manifest.image.quantization
     assert {form.group_size % 32 for form in manifest.image.quantization.values()} == {0}
     encoder = interpreted_image_encoder(manifest, tmp_path / "case")
-    for arrays in items_of(manifest, tmp_path / "case"):
-        for rows, expected in zip(encoder.encode(arrays), encoder_rows(model, arrays),
+    for item in items_of(manifest, tmp_path / "case"):
+        for rows, expected in zip(encoder.encode(item), encoder_rows(model, item.arrays),
                                   strict=True):
             assert 1e-4 < relative(rows, expected) < TOLERANCES[scheme]
 
@@ -180,7 +180,7 @@ def test_rows_of_audio(tiny_audio, scheme, tmp_path):
         completion, = llm.generate({"prompt": prompt, "audio": clips(1)}, GREEDY)
         assert len(completion.token_ids) == 10
     for item in items:
-        (rows,), (expected,) = own.encode(item.arrays), plain.encode(item.arrays)
+        (rows,), (expected,) = own.encode(item), plain.encode(item)
         assert 1e-4 < relative(rows, expected) < TOLERANCES[scheme]
 
 
@@ -195,7 +195,7 @@ def test_rows_of_other_encoders_of_audio(name, tmp_path):
     with llmc.LLM(tmp_path / "none") as llm:
         items = llm.processor.process_audio(clips(3))
     for item in items:
-        (expected,), (rows,) = (own.encode(item.arrays) for own in encoders)
+        (expected,), (rows,) = (own.encode(item) for own in encoders)
         assert 1e-4 < relative(rows, expected) < TOLERANCES["int8"]
 
 

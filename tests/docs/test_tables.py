@@ -4,9 +4,11 @@ import ast
 import re
 from pathlib import Path
 
+import audio_models
 import families
 import generate
 import image_models
+import omni_models
 import pytest
 
 from llmc.artifacts.manifest import Manifest
@@ -50,6 +52,12 @@ def test_the_models_that_take_images_are_those_that_tests_compile():
     listed = [kind for _, types, *_ in rows("guides/images.md", "model | model types")
               for kind in re.findall(r"`([^`]+)`", types)]
     assert sorted(listed) == sorted(image_models.MODELS)
+
+
+def test_the_models_that_take_audio_are_those_that_tests_compile():
+    listed = [kind for _, types, *_ in rows("guides/audio.md", "model | model types")
+              for kind in re.findall(r"`([^`]+)`", types)]
+    assert sorted(listed) == sorted([*audio_models.MODELS, *omni_models.THINKERS])
 
 
 def test_the_tp_sizes_are_those_that_tests_compile(documented):

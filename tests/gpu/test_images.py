@@ -67,13 +67,13 @@ def test_rows_are_those_of_the_cpu(dtype, cases, monkeypatch):
     root, prompts, _ = cases
     monkeypatch.setattr(cuda_image_encoder, "_PATCHES", 128)
     with llmc.LLM(root / "cpu") as llm:
-        items = [own.item.arrays for prompt in prompts for own in llm.media_prompt(
+        items = [own.item for prompt in prompts for own in llm.media_prompt(
             prompt["prompt"], images=prompt["images"]).ranges]
     host = ImageEncoder(read_manifest(root / "cpu"), root / "cpu", 2)
     device = cuda_image_encoder.load_image_encoder(read_manifest(root / dtype), root / dtype, 2, 0)
     assert isinstance(device, DividedImageEncoder)
-    for arrays in (*items, *items[::-1]):
-        expected, rows = host.encode(arrays), device.encode(arrays)
+    for item in (*items, *items[::-1]):
+        expected, rows = host.encode(item), device.encode(item)
         assert rows.shape == expected.shape
         tolerance = 1e-4 if dtype == "float32" else 0.05
         assert np.abs(rows - expected).max() < tolerance * max(np.abs(expected).max(), 1)

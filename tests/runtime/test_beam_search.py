@@ -78,7 +78,9 @@ def test_many_prompts_eos_tokens_and_settings(llm, model, monkeypatch):
     assert check_settings(llm, model, range(first, first + 12), monkeypatch) > 30
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [
+    pytest.param(kind, marks=[pytest.mark.thorough] * (kind not in ("gpt2", "gemma2")))
+    for kind in KINDS])
 def test_other_families_with_eos_tokens_and_settings(kind, tmp_path, monkeypatch):
     model = families.tiny_model(kind)
     llmc.compile(families.save(model, tmp_path / "hf"), tmp_path / "case")

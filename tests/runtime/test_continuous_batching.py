@@ -37,7 +37,8 @@ def greedy(model, prompt):
     return tuple(known[len(prompt):])
 
 
-@pytest.mark.parametrize("family", ["bloom", "gemma4_text"])
+@pytest.mark.parametrize("family", [
+    "bloom", pytest.param("gemma4_text", marks=pytest.mark.thorough)])
 def test_concurrent_requests_with_preemption_get_transformers_tokens(family, tmp_path):
     model = talkative(family)
     cases = families.compile_sizes(families.save(model, tmp_path / "hf"), tmp_path, [1, 2])

@@ -339,7 +339,7 @@ def test_another_separate_model_is_refused(draft_base, tmp_path, changes, proble
 
 
 @pytest.mark.parametrize(("family", "tp_size"), [
-    ("qwen3_5_text", 2), ("qwen3_next", 1), thorough("qwen3_5_moe_text", 1),
+    ("qwen3_5_text", 2), thorough("qwen3_next", 1), thorough("qwen3_5_moe_text", 1),
     thorough("qwen3_next", 2), thorough("qwen3_5_text", 3)])
 def test_mtp_layers_of_a_recurrent_model(family, tp_size, tmp_path, proposed):
     base, layers = save_recurrent(family, tmp_path / "hf")

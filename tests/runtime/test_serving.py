@@ -70,7 +70,7 @@ CROWD = dict(
     budget=st.sampled_from([4, 7, 16, 2048]), slots=st.integers(1, 4))
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
 @given(**CROWD)
 def test_tokens_do_not_depend_on_concurrent_requests(case, alone, arrivals, block_size, room,
                                                      budget, slots):

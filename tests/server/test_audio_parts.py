@@ -1,9 +1,10 @@
-"""Audio in requests: each interface, OpenAI's client, bad audio, and large bodies."""
+"""Audio in requests: each interface, OpenAI's client, images beside it, bad audio, large bodies."""
 
 import base64
 import io
 
 import audio_models
+import media_case
 import numpy as np
 import pytest
 import soundfile
@@ -16,8 +17,8 @@ LARGE = 300_000  # bytes
 
 
 @pytest.fixture(scope="module")
-def server(tiny_audio):
-    with serving(tiny_audio[1], "--max_request_bytes", 100_000,
+def server(tiny_omni):
+    with serving(tiny_omni[1], "--max_request_bytes", 100_000,
                  "--max_media_request_bytes", LARGE) as own:
         yield own
 
@@ -47,10 +48,10 @@ def ask(server, *content):
     return status, body
 
 
-def test_parts_of_both_interfaces_give_the_answer_of_the_library(server, tiny_audio):
+def test_parts_of_both_interfaces_give_the_answer_of_the_library(server, tiny_omni):
     text = {"type": "text", "text": "what is said?"}
     params = llmc.SamplingParams(max_tokens=6, temperature=0)
-    with llmc.LLM(tiny_audio[1]) as llm:
+    with llmc.LLM(tiny_omni[1]) as llm:
         expected = []
         for data in (CLIP, OTHER):
             prompt = llm.chat_prompt([{"role": "user", "content": [
@@ -67,19 +68,31 @@ def test_parts_of_both_interfaces_give_the_answer_of_the_library(server, tiny_au
 
 
 def test_models_name_audio(server):
-    assert server.client.models.list().data[0].input_modalities == ["text", "audio"]
+    assert server.client.models.list().data[0].input_modalities == [
+        "text", "image", "audio"]
+
+
+def test_a_message_has_images_and_audio(server, tiny_omni):
+    url, text = media_case.data_url(media_case.picture()), {"type": "text", "text": "and?"}
+    status, body = ask(server, {"type": "image_url", "image_url": {"url": url}}, spoken(CLIP), text)
+    with llmc.LLM(tiny_omni[1]) as llm:
+        prompt = llm.chat_prompt([{"role": "user", "content": [
+            {"type": "image", "image": url}, {"type": "audio", "audio": CLIP}, text]}])
+        expected, = llm.generate([prompt], llmc.SamplingParams(max_tokens=6, temperature=0))
+    assert (status, body["choices"][0]["message"]["content"],
+            body["usage"]["prompt_tokens"]) == (200, expected.text, len(prompt))
 
 
 def test_bad_audio_is_an_error_of_the_request(server):
     for part, message in (
             (spoken(b"no audio"), "are no audio"),
-            (spoken(wav(audio_models.clips(1, longer=1.0)[0])), "longer than 2 s, the limit"),
+            (spoken(wav(audio_models.clips(1, longer=2.0)[0])), "longer than 3 s, the limit"),
             (spoken(wav(np.zeros(0))), "audio clip 0: the audio has no samples"),
-            (spoken(audio_models.hours()), "audio clip 0: the audio is longer than 2 s"),
+            (spoken(audio_models.hours()), "audio clip 0: the audio is longer than 3 s"),
             ({"type": "audio_url", "audio_url": {"url": "http://example.com/a.wav"}},
              "allows no http URLs"),
             ({"type": "input_audio", "input_audio": {"data": "?"}}, "invalid base64"),
-            ({"type": "image_url", "image_url": {"url": "data:,"}}, "image")):
+            ({"type": "image_url", "image_url": {"url": "data:,"}}, "data: URL")):
         status, body = ask(server, part)
         assert status == 400 and message in body["error"]["message"], body
     assert ask(server, {"type": "text", "text": "hello"})[0] == 200

@@ -1,0 +1,81 @@
+"""Prompts with images and audio of one model generate as transformers does."""
+
+import numpy as np
+import pytest
+from audio_models import clips
+from image_models import images
+from omni_models import GREEDY, MODELS, assert_generates, marks_of, prompts_of, write_model
+from processor_checkpoints import speech_of
+
+import llmc
+from llmc.errors import LlmcError
+
+
+@pytest.fixture
+def model(tiny_omni):
+    return tiny_omni
+
+
+# The defaults; and chunks that end within items, of prompts that take turns.
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 24, "max_batch_size": 4}])
+def test_items_of_both_kinds_generate_as_transformers(model, options):
+    with llmc.LLM(model[1], **options) as llm:
+        prompts = prompts_of("qwen2_5_omni")
+        for prompt, completion in zip(prompts, llm.generate(prompts, GREEDY), strict=True):
+            assert_generates(model[0], llm, prompt, completion)
+
+
+def test_other_items_under_the_same_tokens_are_told_apart_in_cached_prefixes(model):
+    def cached(pictures, sounds):
+        prompt = {"prompt": f"{image} and {audio} and so on", "images": pictures, "audio": sounds}
+        result = next(iter(llm.stream(prompt, GREEDY)))
+        return result.num_cached_tokens
+
+    audio, image = marks_of("qwen2_5_omni")
+    clip, shorter = clips(2)
+    other = np.pad(shorter, (0, len(clip) - len(shorter)))  # as many rows
+    picture, = images(1)
+    with llmc.LLM(model[1]) as llm:
+        rows = [len(own.positions) for own in llm.media_prompt(
+            f"{image}{audio}", images=[picture], audio=[clip]).ranges]
+        assert cached([picture], [clip]) == 0
+        whole = cached([picture.copy()], [clip.copy()])
+        assert whole > sum(rows)
+        assert rows[0] < cached([picture], [other]) < whole - rows[1]
+        assert cached([picture.transpose(0)], [clip]) < rows[0]
+
+
+def test_the_model_that_speaks_is_left_out_with_a_note(model, tmp_path):
+    notes = []
+    write_model("qwen2_5_omni", tmp_path / "hf")
+    llmc.compile(tmp_path / "hf", tmp_path / "case", language_model_only=True,
+                 progress=notes.append)
+    assert [str(note) for note in notes if "speech" in note] == [
+        "output of speech is not supported: only the thinker of 'qwen2_5_omni' is compiled, "
+        "without talker"]
+    with llmc.LLM(tmp_path / "case") as llm:
+        completion, = llm.generate("hello there", GREEDY)
+        assert llm.processor is None
+    with llmc.LLM(model[1]) as llm:  # the language model is the same
+        assert llm.generate("hello there", GREEDY)[0].token_ids == completion.token_ids
+
+
+def test_videos_are_refused_by_name(model):
+    with llmc.LLM(model[1]) as llm, pytest.raises(LlmcError, match="is a video, which llmc does"):
+        llm.chat_prompt([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_families_generate_as_transformers(name, tp_size, tmp_path):
+    # Qwen3-Omni's encoder reads padding of a clip below 1 s, unless it is alone.
+    longer = 0.5 if name == "qwen3_omni_moe" else 0.0
+    model = write_model(name, tmp_path / "hf")
+    llmc.compile(tmp_path / "hf", tmp_path / "case", tp_size=tp_size)
+    with llmc.LLM(tmp_path / "case") as llm:
+        prompts = prompts_of(name, longer)
+        for seconds in (0.23, 5.3 if name == "qwen3_omni_moe" else 2.9):  # alone
+            prompts.append({"prompt": f"{marks_of(name)[0]}?", "audio": [speech_of(seconds)]})
+        for prompt, completion in zip(prompts, llm.generate(prompts, GREEDY), strict=True):
+            assert_generates(model, llm, prompt, completion)
