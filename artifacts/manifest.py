@@ -301,8 +301,8 @@ class ImageEncoderProgram(_Frozen):
 
     With `bidirectional`, chips read `bidirectional_ranges`: of `images`, consecutive positions of
     rows see each other; of a `prompt`, if it has images, all tokens do. Chips read `token_id` in
-    `input_ids` at positions of rows, if it is given. If `padded`, the first rows are the image's, as
-    many as the prompt takes, and the others are of padding.
+    `input_ids` at positions of rows, if it is given. If `padded`, the first rows, as many as the
+    prompt takes, are the image's and the others are of padding.
     """
 
     inputs: tuple[TensorInfo, ...]

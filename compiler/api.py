@@ -224,9 +224,9 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
             if draft and raw.draft else {}
         image = lowered.image if rank == 0 else None
         if image is not None and raw.image is not None:
-            others["image"] = ImageEncoder(image, raw.image.computed, raw.image.grid,
-                                           raw.image.bidirectional, raw.image.token_id, raw.image.padded,
-                                           lowered.image_device)
+            others["image"] = ImageEncoder(
+                image, raw.image.computed, raw.image.grid, raw.image.bidirectional,
+                raw.image.token_id, raw.image.padded, lowered.image_device)
         if rank == 0 and lowered.audio is not None:
             others["audio"] = lowered.audio
         chip, written = backend(target.kind).emit(graph, rank, directory, options, *encoder,

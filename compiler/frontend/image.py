@@ -29,7 +29,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from llmc.artifacts.manifest import MEDIA_ROWS
 from llmc.artifacts.vision_input import GRID, PACK, SIZES, VisionInput
 from llmc.compiler.frontend import tile_packing
-from llmc.compiler.frontend.media_export import export_encoder
+from llmc.compiler.frontend.media_export import export_encoder, remove_unread
 from llmc.compiler.frontend.one_image import OneImage, OneSize
 from llmc.compiler.frontend.parts import Part, build, text_config
 from llmc.compiler.frontend.reproducible import Reproducible
@@ -212,8 +212,8 @@ def _export(model: Any, samples: Sequence[Arrays], runs: Sequence[_Run],
     """Export an encoder.
 
     Args:
-        num_rows: the first so many rows of each sample are the image's, others are those of
-            padding; empty: there is no padding.
+        num_rows: number of rows of each sample, which are followed by rows of padding; empty: no
+            padding.
     """
     names = [name for name in samples[0] if name != SIZES]
     if all(call.function != PACK for call in runs[0].calls) and any(
@@ -239,7 +239,7 @@ def _export(model: Any, samples: Sequence[Arrays], runs: Sequence[_Run],
         MEDIA_ROWS, *(f"{MEDIA_ROWS}_{index}" for index in range(len(runs[0].rows) - 1)), *masks])
     if num_rows:
         _check_masks(proto, masks, samples, num_rows)
-    _remove_unread_grid(proto)
+    remove_unread(proto, [GRID])
     read = {tensor.name for tensor in proto.graph.input}
     return TracedImageEncoder(proto, tuple(computed), tuple(
         {name: array for name, array in zip(inputs, arrays, strict=True) if name in read}
@@ -251,7 +251,7 @@ def _check_masks(proto: onnx.ModelProto, masks: Sequence[str], samples: Sequence
     """Check that masks of rows select the first rows of each sample, and remove their outputs.
 
     Raises:
-        LlmcError: they select others, or there is none.
+        LlmcError: they select others, or the encoder has no mask.
     """
     names = [tensor.name for tensor in proto.graph.input if tensor.name in samples[0]]
     part = onnx.utils.Extractor(proto).extract_model(names, list(masks))
@@ -264,24 +264,6 @@ def _check_masks(proto: onnx.ModelProto, masks: Sequence[str], samples: Sequence
     outputs = [tensor for tensor in proto.graph.output if tensor.name not in masks]
     del proto.graph.output[:]
     proto.graph.output.extend(outputs)
-
-
-def _remove_unread_grid(proto: onnx.ModelProto) -> None:
-    """Remove the input of an image's grid, if only what gives no rows reads it."""
-    producers = {name: node for node in proto.graph.node for name in node.output}
-    waiting, read = [tensor.name for tensor in proto.graph.output], set[str]()
-    while waiting:
-        name = waiting.pop()
-        if name not in read:
-            read.add(name)
-            waiting += producers[name].input if name in producers else ()
-    if GRID in read:
-        return
-    nodes = [node for node in proto.graph.node if not read.isdisjoint(node.output)]
-    inputs = [tensor for tensor in proto.graph.input if tensor.name != GRID]
-    del proto.graph.node[:], proto.graph.input[:]
-    proto.graph.node.extend(nodes)
-    proto.graph.input.extend(inputs)
 
 
 class _Encoder(torch.nn.Module):

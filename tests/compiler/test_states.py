@@ -52,7 +52,7 @@ def test_recurrent_layers_are_recognized_by_their_computation(family, rule, l2no
 
 @pytest.mark.parametrize(("family", "exported"), [
     ("qwen3_5_text", 2), ("falcon_h1", 2),
-    pytest.param("kimi_linear", 3, marks=pytest.mark.thorough)])  # Kimi's first layer has no experts
+    pytest.param("kimi_linear", 3, marks=pytest.mark.thorough)])  # its first has no experts
 def test_a_deeper_hybrid_exports_no_more_layers(family, exported, tmp_path, monkeypatch):
     changes = {"num_hidden_layers": 9}
     if family != "falcon_h1":
