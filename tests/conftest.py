@@ -220,6 +220,14 @@ def tiny_audio(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def tiny_media(tmp_path_factory):
+    """The case directory of a tiny LLaVA, beside its Hugging Face directory `hf`."""
+    import media_case  # which imports torch
+
+    return media_case.write_case(tmp_path_factory.mktemp("media"))
+
+
+@pytest.fixture(scope="session")
 def tiny_omni(tmp_path_factory):
     """A tiny Qwen2.5-Omni: the thinker, and the case directory."""
     import omni_models  # which imports torch, so it comes after `cores`

@@ -6,7 +6,6 @@ import math
 
 import audio_models
 import image_models
-import media_case
 import numpy as np
 import pytest
 import soundfile
@@ -24,8 +23,8 @@ RED, BLUE = picture("red"), picture("blue", (61, 47))
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory):
-    return media_case.write_case(tmp_path_factory.mktemp("media"))
+def case(tiny_media):
+    return tiny_media
 
 
 @pytest.fixture(scope="module")

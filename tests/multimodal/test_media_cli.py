@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import media_case
 import pytest
 from click.testing import CliRunner
 from media_case import BAD_PICTURES, ROWS, UNUSUAL_PICTURES, data_url, picture
@@ -14,9 +13,9 @@ from llmc.cli import main
 from llmc.runtime.chat import Chat
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory):
-    return media_case.write_case(tmp_path_factory.mktemp("media"))
+@pytest.fixture
+def case(tiny_media):
+    return tiny_media
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ RED, BLUE = picture("red"), picture("blue", (61, 47))
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    with LLM(media_case.write_case(tmp_path_factory.mktemp("media"))) as own:
+def llm(tiny_media):
+    with LLM(tiny_media) as own:
         yield own
 
 

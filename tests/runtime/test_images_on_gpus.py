@@ -10,6 +10,7 @@ from image_models import (
     MODELS,
     assert_generates,
     assert_image_diff,
+    assert_scores,
     prompts_of,
     write_model,
 )
@@ -111,6 +112,14 @@ def test_the_engine_accepts_the_program_of_an_encoder(extension, by_axis):
         declared.add_node("Add", {}, [value, patches], [value])
     with pytest.raises(extension.CudaError, match="0 outputs"):
         declared.set_outputs([])
+
+
+def test_prompt_logprobs_are_of_tokens_and_not_of_rows(by_axis):
+    model, case = by_axis
+    with interpreted(case, SHORT_STEPS) as llm:
+        prompt = prompts_of(llm)[1]
+        completion, = llm.generate([prompt], llmc.SamplingParams(max_tokens=1, prompt_logprobs=2))
+        assert_scores(model, llm, prompt, completion)
 
 
 def test_drafts_of_steps_in_flight_have_positions_after_the_images(by_axis):

@@ -55,10 +55,9 @@ def media_dir(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def media_server(media_dir, tmp_path_factory):
+def media_server(media_dir, tiny_media):
     """A server that takes images and reads URLs of this machine."""
-    case = media_case.write_case(tmp_path_factory.mktemp("media_case"))
-    with serving(case, "--allowed_media_domains", "localhost,127.0.0.1", "--media_timeout", 2,
+    with serving(tiny_media, "--allowed_media_domains", "localhost,127.0.0.1", "--media_timeout", 2,
                  "--allowed_media_networks", "127.0.0.1/32", "--allowed_local_media_path",
                  media_dir, "--limit_mm_per_prompt", '{"image": 3}', "--max_media_bytes",
                  500_000, "--media_memory_gb", 2e-5) as own:

@@ -64,6 +64,13 @@ def test_answers_depend_on_the_image(server):
     assert np.abs(np.subtract(scores[0], scores[1])).max() > 1e-3
 
 
+def test_prompt_logprobs_have_no_values_at_images(server):
+    status, body = ask(server, *parts(data_url(RED)), prompt_logprobs=1)
+    found = body["prompt_logprobs"]
+    assert status == 200 and len(found) == body["usage"]["prompt_tokens"]
+    assert [own is None for own in found].count(True) == 1 + ROWS
+
+
 def test_anthropic_s_client_sends_an_image(server):
     anthropic = pytest.importorskip("anthropic", reason="needs the extra test-serve")
     client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
