@@ -50,7 +50,7 @@ def test_the_reference_computes_every_accepted_shape(op, sample, name):
                 try:
                     shapes = op.fit({name: a.shape for name, a in inputs.items()}, sample.fields)
                 except ValueError as error:
-                    assert f"{op.name}'s" in str(error)
+                    assert str(error).startswith(f"{op.name}'")
                     refused += 1
                     continue
                 # The engine checks rows that integer inputs count.
