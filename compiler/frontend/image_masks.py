@@ -66,11 +66,11 @@ class _Run:
     """What a run of the model gave.
 
     Args:
-        functions: of each layer's mask.
+        functions: of each layer's mask; None: it reads none, as recurrent layers do.
         tables: token ids that tables of the language model but the token embedding read, by name.
     """
 
-    functions: list[MaskFunction] = field(default_factory=list)
+    functions: list[MaskFunction | None] = field(default_factory=list)
     tables: dict[str, np.ndarray] = field(default_factory=dict)
 
 
@@ -117,13 +117,16 @@ def _find(model: Any, argument: str | None, row_token: int) -> ImageMasks:
     token_id = _table_id(found, types, row_token)
     if argument is None:
         return ImageMasks(token_id=token_id)
-    longest = max(largest_number(function) for function in found.functions) + _SHORT
-    plain = [evaluate_prompt(function, longest + _SHORT) for function in _run(
-        model, np.zeros(longest + _SHORT, np.int64), row_token, {}).functions]
+    longest = max(0 if function is None else largest_number(function)
+                  for function in found.functions) + _SHORT
+    plain = [None if function is None else evaluate_prompt(function, longest + _SHORT)
+             for function in _run(
+                 model, np.zeros(longest + _SHORT, np.int64), row_token, {}).functions]
     kind: Bidirectional = "images"
     if argument == "token_type_ids":
         of_text = _run(model, types, row_token, {argument: np.zeros_like(types)})
-        if any(_seen(function, length)[0, -1] for function in of_text.functions):
+        if any(function is not None and _seen(function, length)[0, -1]
+               for function in of_text.functions):
             kind = "prompt"
     by_layer = _by_layer(model, argument, row_token, kind, plain, longest)
     return ImageMasks(kind if any(by_layer) else None, by_layer if any(by_layer) else (), token_id)
@@ -145,7 +148,7 @@ def _by_layer(model: Any, argument: str, row_token: int, kind: Bidirectional,
     for function, base in zip(run.functions, plain, strict=True):
         key = id(function), base
         if key not in known:
-            known[key] = form_of(_seen(function, length), base, groups)
+            known[key] = "" if function is None else form_of(_seen(function, length), base, groups)
         result.append(known[key])
     return result
 
@@ -275,8 +278,10 @@ def _mask(known: list[MaskFunction], batch_size: int, q_length: int, kv_length: 
     return torch.full((1, 1, 1, 1), len(known) - 1).expand(batch_size, 1, q_length, kv_length)
 
 
-def _function(known: Sequence[MaskFunction], mask: object) -> MaskFunction:
+def _function(known: Sequence[MaskFunction], mask: object) -> MaskFunction | None:
     """The function of a mask, whole or sliced."""
+    if mask is None:
+        return None
     if not isinstance(mask, torch.Tensor) or mask.dtype != torch.int64 or not mask.numel():
         raise LlmcError("its layers have masks that are not from transformers' mask interface")
     return known[int(mask.flatten()[0])]

@@ -401,7 +401,7 @@ class _Probed:
 def _probe(piece: Piece, source: gs.Tensor, sample: ImageSample) -> _Probed | None:
     """Run a subgraph on numbered elements; None if its result is not made of whole rows."""
     shape = sample.shape(source)
-    if shape is None:
+    if shape is None or len(shape) != 2:
         return None
     rows, columns = np.meshgrid(*map(np.arange, shape), indexing="ij")
     weights = {tensor.name: values_of(tensor).load() for tensor in piece.inputs

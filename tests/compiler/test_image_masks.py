@@ -30,7 +30,7 @@ def config(name, **text):
     ("gemma4", {"use_bidirectional_attention": None}, ImageMasks(token_id=0)),
     ("paligemma", {}, ImageMasks("prompt", [WINDOWED] * 3)),
     ("paligemma2", {}, ImageMasks("prompt", [WHOLE, WINDOWED] * 2)),
-    ("llava", {}, ImageMasks())])
+    ("qwen3_5", {}, ImageMasks()), ("llava", {}, ImageMasks())])
 def test_masks_of_families(name, text, expected):
     assert image_masks(config(name, **text), ROW) == expected
 
