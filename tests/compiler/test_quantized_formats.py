@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import families
+import image_models
 import lora
 import ml_dtypes
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 from schedule_interpreter import Interpreters
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import llmc
 from llmc.artifacts.manifest import read_manifest
@@ -407,6 +408,40 @@ def test_merged_and_sharded_weights_keep_their_scales(kind, tp_size, plain_hf, t
     forms = read_manifest(tmp_path / "case").chips[0].quantization
     assert {form.dtype for form in forms.values()} == {FORMATS[kind][1]}
     assert sum("qkv" in name or "gate_up" in name for name in forms) == 4
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    ("llava", "fp8-block"),
+    *(pytest.param(*own, marks=pytest.mark.thorough) for own in (
+        ("llava", "awq"), ("qwen3_vl", "fp8-block"), ("qwen3_vl", "w4a16"), ("qwen3_vl", "gptq"),
+        ("mistral3", "fp8-no-block"), ("gemma3", "w4a16"), ("qwen3_vl_moe", "fp8-block")))])
+def test_encoders_of_quantized_checkpoints_keep_16_bits(name, kind, tmp_path, monkeypatch):
+    """As published: the config lists the linear layers that are not quantized."""
+    image_models.write_model(name, tmp_path / "plain", intermediate_size=96)
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    said, make = FORMATS[kind][0]
+    kept = sorted({own.removesuffix(".weight") for own, array in plain.items()
+                   if own.endswith(".weight") and not is_of_the_language_model(own, array)})
+    listed = "ignore" if "config_groups" in said else "modules_to_not_convert"
+    directory, truth = write(tmp_path / "plain", tmp_path / "hf", ({**said, listed: kept}, make),
+                             of=is_of_the_language_model)
+    monkeypatch.setattr(cpu, "BODIES", "")  # exact bodies of standard ONNX
+    llmc.compile(directory, tmp_path / "case", tp_size=2)
+    shutil.copytree(tmp_path / "plain", tmp_path / "dequantized")
+    save_file({**plain, **{own: array.astype(np.float32) for own, array in truth.items()}},
+              tmp_path / "dequantized" / "model.safetensors", {"format": "pt"})
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "dequantized").eval()
+    with llmc.LLM(tmp_path / "case") as llm:
+        prompts = image_models.prompts_of(llm)
+        for prompt, completion in zip(prompts, llm.generate(prompts, image_models.GREEDY),
+                                      strict=True):
+            image_models.assert_generates(model, llm, prompt, completion)
+    assert {form.dtype for form in read_manifest(tmp_path / "case").chips[0].quantization.values()
+            } == {FORMATS[kind][1]}
+
+
+def is_of_the_language_model(name, array):
+    return "language_model" in name and is_projection(name, array)
 
 
 @pytest.mark.parametrize(("kind", "tp_size"), [("gptq-act-order", 1), ("awq", 2),
