@@ -19,13 +19,15 @@ from llmc.artifacts.vision_input import VisionInput
 from llmc.compiler.artifact import WEIGHTS_NAME, to_onnx, write_onnx, write_weights
 from llmc.compiler.frontend import image, trace
 from llmc.compiler.graph.image_samples import ImageSample
-from llmc.compiler.graph.rewrite import Report, Settings, values_of
+from llmc.compiler.graph.rewrite import Report, Settings, replace, values_of
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.lower import fuse_image, lower_image_device
 from llmc.compiler.options import CompileOptions
 from llmc.compiler.passes.image_patches import image_patches
+from llmc.compiler.passes.image_program import divide_image
 from llmc.compiler.targets.cuda import program_of
 from llmc.errors import LlmcError
+from llmc.plugins.gemm_bias_act.op import OP as GEMM
 from llmc.runtime.engines.image_encoder import with_equal_segments
 from llmc.runtime.multimodal import vision_inputs
 
@@ -169,6 +171,24 @@ def test_a_program_for_gpus_gives_the_rows_of_transformers(family, dtype, tmp_pa
             tolerance = 2e-6 if dtype == "float32" else 0.03
             assert np.abs(rows[order] - expected).max() < tolerance * max(
                 np.abs(expected).max(), 1)
+
+
+def test_rows_that_are_weighted_between_ops_are_refused():
+    """Interpolated rows: products with a column are neither selections nor row-wise ops."""
+    x = gs.Variable("pixel_values", np.float32, [6, 8])
+    index, column = gs.Variable("index", np.int64, [6]), gs.Variable("column", np.float32, [6, 1])
+    rows, selected = gs.Variable("rows", np.float32, [6, 4]), gs.Variable("selected", np.float32)
+    weighted, y = (gs.Variable(name, np.float32, [6, 4]) for name in ("weighted", "y"))
+    graph = gs.Graph(inputs=[x, index, column], outputs=[y], opset=plugins.OPSET)
+    replace(graph, GEMM, {"x": x, "weight": gs.Constant("w", Weight.of(
+        np.ones((4, 8), np.float32)))}, [rows])
+    graph.nodes += [gs.Node("Gather", inputs=[rows, index], outputs=[selected]),
+                    gs.Node("Mul", name="weigh", inputs=[selected, column], outputs=[weighted]),
+                    gs.Node("Add", inputs=[weighted, weighted], outputs=[y])]
+    sample = ImageSample({"pixel_values": pixels(6, 8), "index": np.arange(6)[::-1].copy(),
+                          "column": np.ones((6, 1), np.float32)}, {})
+    with pytest.raises(LlmcError, match="Mul 'weigh' .* neither a selection of rows nor an op on"):
+        divide_image(graph, [sample])
 
 
 def test_attention_that_is_not_rotated_as_positions_say_is_left(monkeypatch):
