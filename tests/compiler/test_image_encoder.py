@@ -8,6 +8,7 @@ import onnx_graphsurgeon as gs
 import onnxruntime as ort
 import pytest
 import torch
+from image_models import write_model
 from multimodal_models import encoder_rows, packed, pixels, run_encoder, session, tiny_model
 from schedule_interpreter import run_image_program
 from transformers import vision_utils
@@ -18,6 +19,8 @@ from llmc.artifacts.program import Program
 from llmc.artifacts.vision_input import VisionInput
 from llmc.compiler.artifact import WEIGHTS_NAME, to_onnx, write_onnx, write_weights
 from llmc.compiler.frontend import image, trace
+from llmc.compiler.frontend.image_export import export_image
+from llmc.compiler.frontend.image_masks import ImageMasks
 from llmc.compiler.graph.image_samples import ImageSample
 from llmc.compiler.graph.rewrite import Report, Settings, replace, values_of
 from llmc.compiler.graph.weights import Weight
@@ -30,6 +33,8 @@ from llmc.errors import LlmcError
 from llmc.plugins.gemm_bias_act.op import OP as GEMM
 from llmc.runtime.engines.image_encoder import with_equal_segments
 from llmc.runtime.multimodal import vision_inputs
+from llmc.runtime.multimodal.description import describe_processor
+from llmc.runtime.tokenizer import read_tokenizer
 
 GRIDS = ((4, 6), (10, 8), (2, 2), (18, 10))
 # By family: what the processor gives for images of several sizes.
@@ -171,6 +176,19 @@ def test_a_program_for_gpus_gives_the_rows_of_transformers(family, dtype, tmp_pa
             tolerance = 2e-6 if dtype == "float32" else 0.03
             assert np.abs(rows[order] - expected).max() < tolerance * max(
                 np.abs(expected).max(), 1)
+
+
+def test_a_checkpoint_with_tiles_has_a_program_for_gpus(tmp_path):
+    """Sizes that its samples give to the passes have the names of the exported graph."""
+    model = write_model("internvl", tmp_path)
+    processor = describe_processor(tmp_path, read_tokenizer(tmp_path), ("image",))
+    tensors = {name: Weight.of(values.numpy(), name) for name, values in model.state_dict().items()}
+    raw = export_image(model.config, tensors, "", processor, {}, None, ImageMasks())
+    settings = Settings(64, 64, image_samples=raw.samples, options=CompileOptions(target="cuda"))
+    fuse_image(raw.graph, settings)
+    parts, _ = lower_image_device(raw.graph, settings)
+    assert not {node.op for node in parts.host.nodes} & {"Conv", "MatMul", "LayerNormalization"}
+    assert {node.op for node in parts.device.nodes} >= {"BidirectionalAttention", "GemmBiasRes"}
 
 
 def test_rows_that_are_weighted_between_ops_are_refused():
