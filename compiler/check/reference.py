@@ -64,8 +64,7 @@ def reference_logits(model: Model, ids: Sequence[int],
     import torch
 
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids]), use_cache=False,
-                       **_tensors(model, media or {})).logits[0]
+        logits = model(**_inputs(model, ids, media or {}), use_cache=False).logits[0]
         return np.asarray(logits.float().numpy())
 
 
@@ -100,8 +99,7 @@ def reference_values(model: Model, ids: Sequence[int], kv_dtype: str = "",
         {"use_cache": False}
     try:
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([list(ids)]), **_tensors(model, images or {}),
-                           **cache).logits[0]
+            logits = model(**_inputs(model, ids, images or {}), **cache).logits[0]
     finally:
         for handle in handles:
             handle.remove()
@@ -126,6 +124,19 @@ def reference_rows(model: Model, images: Mapping[str, np.ndarray]) -> list[np.nd
         rows = [torch.cat([own.reshape(-1, own.shape[-1]) for own in each])
                 for each in (found, *deep)]
     return [np.asarray(own.float().numpy()) for own in rows]
+
+
+def _inputs(model: Model, ids: Sequence[int], media: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Inputs of a forward pass.
+
+    Prompts with media have an attention mask: without it, Omni models number rows as text.
+    """
+    import torch
+
+    tokens = {"input_ids": torch.tensor([list(ids)])}
+    if media:
+        tokens["attention_mask"] = torch.ones_like(tokens["input_ids"])
+    return {**tokens, **_tensors(model, media)}
 
 
 def _tensors(model: Model, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
