@@ -149,7 +149,8 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
         progress: called with the name of each phase as it begins.
 
     Raises:
-        LlmcError: either model cannot be read or run, or its GPU is missing.
+        LlmcError: either model cannot be read or run, its GPU is missing, or `bisect` is given for
+            a model that attends to images.
     """
     G_LOGGER.module_severity = G_LOGGER.CRITICAL
     for name, value in (("tolerance", tolerance), ("tokens", tokens)):
@@ -161,6 +162,10 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     if not manifest.target.spec.engine:
         raise LlmcError(f"diff does not support target {manifest.target.kind} of '{case_dir}'; "
                         f"compile for cpu or cuda to compare")
+    if bisect and manifest.memory:
+        raise LlmcError(f"--bisect is not supported for '{manifest.source.architecture}', as the "
+                        f"export without images omits the layers that attend to them; compare "
+                        f"without --bisect")
     check_files(manifest, root)
     progress("hash files")
     changed = tuple(entry.path for entry in manifest.files
@@ -181,20 +186,22 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     known = kinds.keys()
     trace = _trace if manifest.target.spec.gpu else run_chips
     progress("run the compiled model")
-    compiled = trace(manifest, root, ids, known | {"logits"})
+    states = _hidden_states(manifest, root)
+    compiled = trace(manifest, root, ids, {*known, *states, "logits"})
     # Booleans are excluded: a comparison near zero may round to either; its result is compared.
     shared = [name for name, value in compiled[0].items()
               if name in known and bool not in (value.dtype, kinds[name])]
-    layers = [name for name in map(HIDDEN_STATE.format, range(manifest.dims.num_layers))
-              if name in shared]
-    compared = shared if bisect else [*layers, "logits"]
+    compared = shared if bisect else [name for name in shared if name in (*states, "logits")]
     rounded = [name for name in shared if kinds[name] == np.float32]
     progress("run the reference")
     own = own_weights(raw, manifest, root) if manifest.quantization else None
     original = _run_reference(raw, reference, manifest, ids, tokens, rounded, compared,
                               own)
-    ours = {name: _joined([chip[name] for chip in compiled if name in chip], original.export[name])
-            for name in compared if name != "logits"}
+    # The export has no names of layers if it omits some, such as those that attend to images.
+    layers = [name for name in states if name in compiled[0]
+              and (name in original.export or name in original.transformers)]
+    ours = {name: _joined([chip[name] for chip in compiled if name in chip], original.known(name))
+            for name in compiled[0] if name in (*compared, *layers) and name != "logits"}
     ours["logits"] = compiled[0]["logits"][:, :manifest.dims.vocab_size]
     for name in (*layers, "logits"):
         if ours[name].shape != original.best(name).shape:
@@ -254,7 +261,11 @@ class _Original:
 
     def best(self, name: str) -> np.ndarray:
         """Return a tensor of transformers, or else of the export."""
-        return self.transformers.get(name, self.export[name])
+        return self.transformers[name] if name in self.transformers else self.export[name]
+
+    def known(self, name: str) -> np.ndarray:
+        """Return a tensor of the export, or else of transformers."""
+        return self.export[name] if name in self.export else self.transformers[name]
 
 
 def _run_reference(raw: RawModel, reference: str | Path, manifest: Manifest, ids: list[int],
@@ -656,6 +667,13 @@ def _bisect(names: Iterable[str], ours: Values, export: Values, compiled: Sequen
         return (f"{ops.get(name, '?')} '{name}'{chips}: max abs {difference.max_abs:.3g}, relative "
                 f"{difference.relative:.3g}")
     return None
+
+
+def _hidden_states(manifest: Manifest, root: Path) -> list[str]:
+    """Return the names of the hidden states of a compiled model, in the layers' order."""
+    pattern = re.compile(HIDDEN_STATE.format(r"(\d+)"))
+    found = filter(None, map(pattern.fullmatch, _ops(manifest, root)))
+    return [own[0] for own in sorted(found, key=lambda own: int(own[1]))]
 
 
 def _ops(manifest: Manifest, root: Path) -> Mapping[str, str]:

@@ -26,6 +26,7 @@ from llmc.runtime.prompts import MediaPrompt
 
 _ENCODER_THREADS = 2
 ROWS = "rows of image"  # start of names of rows
+_BETWEEN = "Picture"  # text after each image, as some models need it in transformers
 # Inputs of some models: 1 at the tokens of images.
 _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 
@@ -91,7 +92,8 @@ def read_prompt(manifest: Manifest, root: Path, text: str | None, images: Sequen
     """Preprocess images, and put them in place of their placeholders.
 
     Args:
-        text: None: the placeholders alone, in lines.
+        text: None: a user's message of the images in the chat template, which may write tokens
+            around each; without a chat template, the placeholders alone, in lines.
 
     Raises:
         LlmcError: the model takes no images, one is invalid, or the placeholders do not match.
@@ -106,6 +108,12 @@ def read_prompt(manifest: Manifest, root: Path, text: str | None, images: Sequen
         raise LlmcError(f"--image is not supported for '{manifest.source.architecture}', whose "
                         f"layers attend to images; compare texts alone, without --image")
     reader = InputProcessor(manifest, root, 1)
+    if text is None and manifest.tokenizer.chat_templates:
+        parts = [part for image in images for part in (
+            {"type": "image", "image": image}, {"type": "text", "text": _BETWEEN})]
+        prompt = reader.chat_prompt([{"role": "user", "content": parts}], None, {}, "auto")
+        assert isinstance(prompt, MediaPrompt)
+        return prompt
     placeholder = reader.require_processor().placeholders["image"]
     return reader.media_prompt("\n".join([placeholder] * len(images)) if text is None else text,
                                images, (), add_special_tokens=True)

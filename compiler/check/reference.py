@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,7 @@ def reference_logits(model: Model, ids: Sequence[int],
     import torch
 
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids]), use_cache=False,
-                       **_tensors(model, media or {})).logits[0]
+        logits = model(**_inputs(model, ids, media or {}), use_cache=False).logits[0]
         return np.asarray(logits.float().numpy())
 
 
@@ -73,7 +72,8 @@ def reference_values(model: Model, ids: Sequence[int], kv_dtype: str = "",
                      images: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
     """Compute the hidden state after each layer, and the logits.
 
-    Hidden states are float32 [num_tokens, hidden_size], logits [num_tokens, vocab_size]. With
+    Hidden states are float32 [num_tokens, hidden_size], logits [num_tokens, vocab_size]. A layer
+    that is not called, such as one that attends to images, leaves the state as it is. With
     `kv_dtype` float8_e4m3fn, keys and values are rounded to it before attention reads them, as in a
     compiled model's KV cache. `images` is what the model's processor gives for its images.
     """
@@ -82,7 +82,7 @@ def reference_values(model: Model, ids: Sequence[int], kv_dtype: str = "",
     from llmc.compiler.frontend.parts import text_prefix
 
     depth = model.config.get_text_config().num_hidden_layers
-    layers: Iterable[Model] = next((
+    layers: Sequence[Model] = next((
         module for name, module in model.named_modules() if name.startswith(text_prefix(model))
         and isinstance(module, torch.nn.ModuleList) and len(module) == depth), [])
     seen: dict[str, np.ndarray] = {}
@@ -100,11 +100,13 @@ def reference_values(model: Model, ids: Sequence[int], kv_dtype: str = "",
         {"use_cache": False}
     try:
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([list(ids)]), **_tensors(model, images or {}),
-                           **cache).logits[0]
+            logits = model(**_inputs(model, ids, images or {}), **cache).logits[0]
     finally:
         for handle in handles:
             handle.remove()
+    for index in range(1, len(layers)):  # a layer that is not called leaves the state as it is
+        if (before := HIDDEN_STATE.format(index - 1)) in seen:
+            seen.setdefault(HIDDEN_STATE.format(index), seen[before])
     return {**seen, "logits": np.asarray(logits.float().numpy())}
 
 
@@ -126,6 +128,19 @@ def reference_rows(model: Model, images: Mapping[str, np.ndarray]) -> list[np.nd
         rows = [torch.cat([own.reshape(-1, own.shape[-1]) for own in each])
                 for each in (found, *deep)]
     return [np.asarray(own.float().numpy()) for own in rows]
+
+
+def _inputs(model: Model, ids: Sequence[int], media: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Inputs of a forward pass.
+
+    Prompts with media have an attention mask: without it, Omni models number rows as text.
+    """
+    import torch
+
+    tokens = {"input_ids": torch.tensor([list(ids)])}
+    if media:
+        tokens["attention_mask"] = torch.ones_like(tokens["input_ids"])
+    return {**tokens, **_tensors(model, media)}
 
 
 def _tensors(model: Model, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from transformers.models.mllama import processing_mllama
 import llmc
 from llmc.artifacts.manifest import ImageMemory
 from llmc.cli import main
+from llmc.compiler.check.diff import diff
 from llmc.compiler.frontend import export
 from llmc.runtime.core.image_memory import NO_IMAGES, prompt_memory
 from llmc.runtime.engines import image_encoder
@@ -279,3 +280,18 @@ def test_a_prompt_has_log_probabilities_but_of_its_images(model):
                 else:
                     assert own.chosen == pytest.approx(
                         float(scores[position - 1, token]), abs=1e-4)
+
+
+@pytest.mark.thorough
+def test_diff_compares_each_layer_on_text(model):
+    """Those that attend to images leave the hidden state as it is."""
+    _, case = model
+    report = diff(case, case.parent / "hf", tokens=4)
+    assert report.verdict is None, report
+    compared = [own.name for own in report.layers if own.pair == "compiled vs transformers"]
+    assert compared == [f"hidden_states.{layer}" for layer in range(5)] + ["logits"]
+
+
+def test_diff_refuses_bisect(model):
+    with pytest.raises(llmc.LlmcError, match="--bisect is not supported for 'Mllama"):
+        diff(model[1], model[1].parent / "hf", bisect=True)

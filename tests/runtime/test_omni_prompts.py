@@ -1,13 +1,17 @@
 """Prompts with images and audio of one model generate as transformers does."""
 
+import json
+
 import numpy as np
 import pytest
+import soundfile
 from audio_models import clips
-from image_models import images
+from image_models import assert_image_diff, images
 from omni_models import GREEDY, MODELS, assert_generates, marks_of, prompts_of, write_model
 from processor_checkpoints import speech_of
 
 import llmc
+from llmc.compiler.check.answers import answers
 from llmc.errors import LlmcError
 
 
@@ -65,6 +69,34 @@ def test_videos_are_refused_by_name(model):
         llm.chat_prompt([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}])
 
 
+def assert_answers(prompts, case, directory):
+    """`llmc eval --task answers` scores as transformers."""
+    lines = []
+    for number, prompt in enumerate(prompts):
+        files = {key: [directory / f"{number}-{index}.{suffix}" for index in range(
+            len(prompt.get(key, ())))] for key, suffix in (("images", "png"), ("audio", "wav"))}
+        for path, image in zip(files["images"], prompt.get("images", ()), strict=True):
+            image.save(path)
+        for path, clip in zip(files["audio"], prompt.get("audio", ()), strict=True):
+            soundfile.write(path, clip, 16_000, subtype="FLOAT")
+        lines.append({"prompt": prompt["prompt"], "answer": "two words",
+                      **{key: list(map(str, paths)) for key, paths in files.items()}})
+    (directory / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    report = answers(case, data=directory / "data.jsonl", hf_dir=case.parent / "hf", max_tokens=3)
+    assert report.verdict is None and report.count == len(lines), report
+    assert abs(report.scores[1].difference) < 1e-5
+    assert all(own.llmc == own.transformers for own in report.answers)
+
+
+def test_answers_about_both_kinds_score_as_transformers(model, tmp_path):
+    assert_answers(prompts_of("qwen2_5_omni")[-1:], model[1], tmp_path)
+
+
+@pytest.mark.thorough
+def test_diff_compares_images_between_the_tokens_of_the_chat_template(model, tmp_path):
+    assert_image_diff(model[1], tmp_path, "rows of image 1")
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
@@ -79,3 +111,6 @@ def test_families_generate_as_transformers(name, tp_size, tmp_path):
             prompts.append({"prompt": f"{marks_of(name)[0]}?", "audio": [speech_of(seconds)]})
         for prompt, completion in zip(prompts, llm.generate(prompts, GREEDY), strict=True):
             assert_generates(model, llm, prompt, completion)
+    if tp_size == 1 and name != "qwen2_5_omni":
+        assert_answers(prompts_of(name, longer), tmp_path / "case", tmp_path)
+        assert_image_diff(tmp_path / "case", tmp_path, "rows of image 1")
