@@ -85,12 +85,14 @@ class Weight(LazyValues):
                                    if form is not None and form.activation_dtype), None)
 
     def set_origin(self, origin: Origin | StackOrigin) -> None:
-        """Set the origin, which weights computed from this one before do not have."""
-        if isinstance(origin, StackOrigin):
-            self.stack_origin = origin
-        else:
-            self.origin = origin
-        self._transposed, self._padded, self._cast = None, {}, {}
+        """Set the origin, also of the transpose; other weights computed before do not have it."""
+        field = "stack_origin" if isinstance(origin, StackOrigin) else "origin"
+        own: list[tuple[Weight, Origin | StackOrigin | None]] = [(self, origin)]
+        if self._transposed is not None:  # this one may be computed from it
+            own.append((self._transposed, origin.transpose()))
+        for weight, value in own:
+            setattr(weight, field, value)
+            weight._padded, weight._cast = {}, {}
 
     def without_form(self) -> Weight:
         """The same values without the storage format."""

@@ -3,20 +3,23 @@
 The decoders here process one value at a time.
 """
 
+import functools
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import families
+import image_models
 import lora
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from schedule_interpreter import Interpreters
-from transformers import AutoModelForCausalLM
+from schedule_interpreter import LIMITS, Interpreters, interpreted
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import llmc
 from llmc.artifacts.manifest import read_manifest
@@ -407,6 +410,75 @@ def test_merged_and_sharded_weights_keep_their_scales(kind, tp_size, plain_hf, t
     forms = read_manifest(tmp_path / "case").chips[0].quantization
     assert {form.dtype for form in forms.values()} == {FORMATS[kind][1]}
     assert sum("qkv" in name or "gate_up" in name for name in forms) == 4
+
+
+@pytest.mark.parametrize(("family", "kind", "dtype", "target"), [
+    ("gpt_oss", "MXFP4", "mxfp4", "cuda"),
+    *(pytest.param(*own, marks=pytest.mark.thorough) for own in (
+        ("qwen3_moe", "fp8-channel", "float8_e4m3fn", "cuda"),
+        ("qwen3_moe", "fp8-default-block", "float8_e4m3fn", "cuda"),
+        ("qwen3_moe", "w4a16", "int4", "cpu"), ("qwen3_moe", "w4a16", "int4", "cuda"),
+        ("gpt_oss", "MXFP4", "int8", "cpu")))])
+def test_quantized_experts_take_adapters(family, kind, dtype, target, tmp_path, monkeypatch):
+    monkeypatch.setattr(cpu, "BODIES", "")  # exact bodies of standard ONNX
+    size = "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
+    model = families.tiny_model(family, **{size: 128})
+    plain = families.save(model, tmp_path / "plain")
+    if kind == "MXFP4":
+        numbers = families.to_mxfp4(plain, tmp_path / "hf", np.random.default_rng(6))
+        with torch.no_grad():
+            for name, array in numbers.items():
+                model.get_parameter(name).copy_(torch.from_numpy(array))
+    else:
+        _, truth = write(plain, tmp_path / "hf", kind)
+        model = AutoModelForCausalLM.from_pretrained(
+            write_numbers(plain, truth, tmp_path / "numbers"), dtype=torch.float32).eval()
+    case, params = tmp_path / "case", llmc.SamplingParams(
+        max_tokens=5, temperature=0, ignore_eos=True, logprobs=0)
+    llmc.compile(tmp_path / "hf", case, tp_size=2, target=target, enable_lora=True)
+    forms = read_manifest(case).chips[0].quantization
+    assert {form.dtype for name, form in forms.items() if "experts" in name} == {dtype}
+    tensors, adapted = lora.adapt_experts(model, (0, 2), rank=3)
+    llmc.compile_adapter(lora.save(tmp_path / "peft", {}, tensors=tensors, r=3,
+                                   target_parameters=lora.EXPERTS), case, tmp_path / "adapter")
+    load = llmc.LLM if target == "cpu" else functools.partial(
+        interpreted, limits=replace(LIMITS, max_loras=2, max_lora_rank=8))
+    with load(case, max_lora_rank=8, adapters={"own": tmp_path / "adapter"}) as llm:
+        with_adapter, without = llm.generate([TOKENS[:5]] * 2, params, adapter=["own", None])
+    lora.assert_generates(adapted, with_adapter, 1e-4)
+    lora.assert_generates(model, without, 1e-4)
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    ("llava", "fp8-block"),
+    *(pytest.param(*own, marks=pytest.mark.thorough) for own in (
+        ("llava", "awq"), ("qwen3_vl", "fp8-block"), ("qwen3_vl", "w4a16"), ("qwen3_vl", "gptq"),
+        ("mistral3", "fp8-no-block"), ("gemma3", "w4a16"), ("qwen3_vl_moe", "fp8-block")))])
+def test_encoders_of_quantized_checkpoints_keep_16_bits(name, kind, tmp_path, monkeypatch):
+    """As published: the config lists the linear layers that are not quantized."""
+    image_models.write_model(name, tmp_path / "plain", intermediate_size=96)
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    said, make = FORMATS[kind][0]
+    kept = sorted({own.removesuffix(".weight") for own, array in plain.items()
+                   if own.endswith(".weight") and not is_of_the_language_model(own, array)})
+    listed = "ignore" if "config_groups" in said else "modules_to_not_convert"
+    directory, truth = write(tmp_path / "plain", tmp_path / "hf", ({**said, listed: kept}, make),
+                             of=is_of_the_language_model)
+    monkeypatch.setattr(cpu, "BODIES", "")  # exact bodies of standard ONNX
+    llmc.compile(directory, tmp_path / "case", tp_size=2)
+    model = AutoModelForImageTextToText.from_pretrained(
+        write_numbers(tmp_path / "plain", truth, tmp_path / "numbers")).eval()
+    with llmc.LLM(tmp_path / "case") as llm:
+        prompts = image_models.prompts_of(llm)
+        for prompt, completion in zip(prompts, llm.generate(prompts, image_models.GREEDY),
+                                      strict=True):
+            image_models.assert_generates(model, llm, prompt, completion)
+    assert {form.dtype for form in read_manifest(tmp_path / "case").chips[0].quantization.values()
+            } == {FORMATS[kind][1]}
+
+
+def is_of_the_language_model(name, array):
+    return "language_model" in name and is_projection(name, array)
 
 
 @pytest.mark.parametrize(("kind", "tp_size"), [("gptq-act-order", 1), ("awq", 2),
