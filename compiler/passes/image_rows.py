@@ -57,20 +57,35 @@ class _Rows:
 
     def run(self) -> None:
         for node in list(self._graph.nodes):
-            row_wise = not attends(node) if is_llmc(node) else \
-                node.op in ELEMENTWISE and self._is_row_wise(node)
+            row_wise = not attends(node) if is_llmc(node) else self._splits_columns(node) or (
+                node.op in ELEMENTWISE and self._is_row_wise(node))
             if row_wise:
                 self._convert(node)
 
     def _is_row_wise(self, node: gs.Node) -> bool:
-        """Whether an elementwise op combines views of rows, and constants of one row."""
-        shape = list(node.outputs[0].shape or ())
+        """Whether an elementwise op combines views of rows, and constants of one row.
+
+        Sets the shape of its result if that is unknown.
+        """
+        output = node.outputs[0]
         given = [tensor for tensor in node.inputs if not isinstance(tensor, gs.Constant)]
         rows = [tensor for tensor in node.inputs if isinstance(tensor, gs.Constant)]
-        return any(id(tensor) in self._restored for tensor in given) \
-            and all(id(tensor) in self._data and list(tensor.shape or ()) == shape
-                    for tensor in given) \
-            and all(len(row.shape) <= 1 for row in rows)
+        if not any(id(tensor) in self._restored for tensor in given):
+            return False
+        shape = list(given[0].shape or ())
+        if not shape or any(id(tensor) not in self._data or list(tensor.shape or ()) != shape
+                            for tensor in given) \
+                or any(tuple(row.shape) not in ((), (1,), (shape[-1],)) for row in rows):
+            return False
+        if output.shape is None:
+            output.shape = shape
+        return list(output.shape) == shape
+
+    def _splits_columns(self, node: gs.Node) -> bool:
+        """Whether a node splits views of rows along columns."""
+        shape = node.inputs[0].shape if node.op == "Split" else None
+        return bool(shape) and id(node.inputs[0]) in self._restored \
+            and node.attrs.get("axis", 0) in (-1, len(shape) - 1)
 
     def _convert(self, node: gs.Node) -> None:
         shapes = [tensor.shape for tensor in (*node.inputs, *node.outputs)
@@ -82,6 +97,8 @@ class _Rows:
         for index, tensor in enumerate(node.inputs):
             if id(tensor) in self._data and len(tensor.shape) > 2:
                 node.inputs[index] = self._as_rows(tensor)
+        if node.op == "Split":
+            node.attrs["axis"] = -1
         for index, tensor in enumerate(node.outputs):
             if len(tensor.shape) == 2:
                 continue
