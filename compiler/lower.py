@@ -68,6 +68,7 @@ from llmc.compiler.passes.image_attention import image_attention
 from llmc.compiler.passes.image_patches import image_patches
 from llmc.compiler.passes.image_program import ImageParts, divide_image
 from llmc.compiler.passes.image_rows import image_rows
+from llmc.compiler.passes.image_softmax import image_softmax
 from llmc.compiler.passes.input_embeds import input_embeds, require_one_reader
 from llmc.compiler.passes.layer_scale import layer_scale
 from llmc.compiler.passes.linear_rows import linear_rows
@@ -260,7 +261,8 @@ IMAGE_PASSES: tuple[GraphPass, ...] = (
     GraphPass("patches", image_patches),
     GraphPass("norm", norm),
     GraphPass("gemm", gemm),
-    GraphPass("rows", image_rows),      # after both, whose ops work on rows
+    GraphPass("softmax", image_softmax),
+    GraphPass("rows", image_rows),      # after these, whose ops work on rows
     GraphPass("layer_scale", layer_scale),
     GraphPass("attention", image_attention),  # its borders are rows
     GraphPass("gated_mlp", gated_mlp),  # as in PASSES from here on

@@ -22,12 +22,13 @@ from llmc.compiler.frontend import image, trace
 from llmc.compiler.frontend.image_export import export_image
 from llmc.compiler.frontend.image_masks import ImageMasks
 from llmc.compiler.graph.image_samples import ImageSample
-from llmc.compiler.graph.rewrite import Report, Settings, replace, values_of
+from llmc.compiler.graph.rewrite import Report, Settings, replace, tidy, values_of
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.lower import fuse_image, lower_image_device
 from llmc.compiler.options import CompileOptions
 from llmc.compiler.passes.image_patches import image_patches
 from llmc.compiler.passes.image_program import divide_image
+from llmc.compiler.passes.image_softmax import image_softmax
 from llmc.compiler.targets.cuda import program_of
 from llmc.errors import LlmcError
 from llmc.plugins.gemm_bias_act.op import OP as GEMM
@@ -93,6 +94,12 @@ def fused(traced, model):
     return graph, fuse_image(graph, Settings(64, 64, image_samples=samples)), samples
 
 
+def run_graph(graph, values):
+    loaded = ort.InferenceSession(to_onnx(graph, {}, "cpu").SerializeToString(),
+                                  providers=["CPUExecutionProvider"])
+    return loaded.run(None, values)[0]
+
+
 def written(graph, directory):
     """Load a graph from a file with its weights."""
     places, _ = write_weights([graph], directory / WEIGHTS_NAME)
@@ -126,6 +133,7 @@ def test_rows_of_other_encoders_are_those_of_transformers(family, tmp_path):
     *known, new = OTHERS[family]
     traced = export(model, known)
     graph, _, _ = fused(traced, model)
+    assert not {node.op for node in graph.nodes} & {"Conv", "Softmax"}
     for loaded in (session(traced.proto, model), written(graph, tmp_path)):
         for arrays in (*known, new):
             rows, = run_encoder(loaded, traced.computed, arrays)
@@ -228,6 +236,54 @@ def test_attention_that_is_not_rotated_as_positions_say_is_left(monkeypatch):
     report, = (report for report in reports if report.name == "image.attention")
     assert report.matches == {"image-attention": 0}
     assert "no rotary embedding" in report.refusals[0]
+
+
+def test_elements_in_no_patch_are_left_out(tmp_path):
+    x = gs.Variable("pixel_values", np.float32, [2, 3, 9, 8])
+    y = gs.Variable("y", np.float32, [2, 5, 2, 2])
+    weight = gs.Constant("w", Weight.of(pixels(5, 3, 4, 4)))
+    graph = gs.Graph([gs.Node("Conv", inputs=[x, weight], outputs=[y], attrs={
+        "strides": [4, 4], "kernel_shape": [4, 4]})], inputs=[x], outputs=[y], opset=plugins.OPSET)
+    values, report = {"pixel_values": pixels(2, 3, 9, 8)}, Report("patches")
+    expected, = written(graph, tmp_path).run(None, values)
+    image_patches(graph, Settings(8, 8, image_samples=(ImageSample(values, {}),)), report)
+    tidy(graph)
+    assert report.matches == {"patches": 1}
+    assert np.abs(written(graph, tmp_path).run(None, values)[0] - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize(("seen", "reason"), [
+    (np.ones((4, 4), bool), ""), (np.tri(4, dtype=bool), "do not attend to all patches")])
+def test_a_mask_that_hides_nothing_is_no_mask(seen, reason):
+    """Of two tiles with two heads and four patches, by the size of the pixels alone."""
+    x = gs.Variable("pixel_values", np.float32, [2, 2, 4, 8])
+    kind = {"q": (2, 2, 4, 8), "turned": (2, 2, 8, 4), "mask": (2, 1, 4, 4), "y": (2, 2, 4, 8),
+            **dict.fromkeys(("scores", "scaled", "masked", "weights"), (2, 2, 4, 4))}
+    by_name = {name: gs.Variable(name, np.float32, list(shape)) for name, shape in kind.items()}
+
+    def node(op, inputs, output, **attrs):
+        return gs.Node(op, inputs=[by_name.get(own, own) if isinstance(own, str) else
+                                   own if isinstance(own, gs.Tensor) else
+                                   gs.Constant(f"{output}.{index}", np.asarray(own))
+                                   for index, own in enumerate(inputs)],
+                       outputs=[by_name[output]], attrs=attrs)
+
+    graph = gs.Graph([
+        node("Identity", [x], "q"), node("Transpose", ["q"], "turned", perm=[0, 1, 3, 2]),
+        node("MatMul", ["q", "turned"], "scores"),
+        node("Mul", ["scores", np.float32(0.3)], "scaled"),
+        node("Expand", [seen[None, None], np.array([2, 1, 4, 4])], "mask"),
+        node("Where", ["mask", "scaled", np.float32(-1e30)], "masked"),
+        node("Softmax", ["masked"], "weights", axis=-1), node("MatMul", ["weights", "q"], "y"),
+    ], inputs=[x], outputs=[by_name["y"]], opset=plugins.OPSET)
+    by_name["mask"].dtype = bool
+    report, values = Report("softmax"), {"pixel_values": pixels(2, 2, 4, 8)}
+    before = run_graph(graph, values)
+    image_softmax(graph, Settings(8, 8, image_samples=(ImageSample(values, {}),)), report)
+    tidy(graph)
+    assert report.matches == {"image-softmax": int(not reason)}
+    assert not reason or reason in report.refusals[0]
+    assert np.abs(run_graph(graph, values) - before).max() < 1e-6
 
 
 def test_overlapping_patches_stay_a_convolution():
