@@ -66,6 +66,7 @@ from llmc.compiler.passes.gemm import activation, gated_mlp, gemm, residual
 from llmc.compiler.passes.groups import groups
 from llmc.compiler.passes.image_attention import image_attention
 from llmc.compiler.passes.image_patches import image_patches
+from llmc.compiler.passes.image_pools import image_pools
 from llmc.compiler.passes.image_program import ImageParts, divide_image
 from llmc.compiler.passes.image_rows import image_rows
 from llmc.compiler.passes.image_softmax import image_softmax
@@ -259,6 +260,7 @@ PASSES: tuple[Step, ...] = (
 IMAGE_PASSES: tuple[GraphPass, ...] = (
     GraphPass("fold", fold),
     GraphPass("patches", image_patches),
+    GraphPass("pools", image_pools),
     GraphPass("norm", norm),
     GraphPass("gemm", gemm),
     GraphPass("softmax", image_softmax),

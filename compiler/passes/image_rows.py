@@ -83,9 +83,8 @@ class _Rows:
 
     def _splits_columns(self, node: gs.Node) -> bool:
         """Whether a node splits views of rows along columns."""
-        shape = node.inputs[0].shape if node.op == "Split" else None
-        return bool(shape) and id(node.inputs[0]) in self._restored \
-            and node.attrs.get("axis", 0) in (-1, len(shape) - 1)
+        return node.op == "Split" and id(node.inputs[0]) in self._restored \
+            and node.attrs.get("axis", 0) in (-1, len(node.inputs[0].shape) - 1)
 
     def _convert(self, node: gs.Node) -> None:
         shapes = [tensor.shape for tensor in (*node.inputs, *node.outputs)

@@ -82,7 +82,7 @@ def exported(family):
     return model, export(model, SAMPLES[family][:-1])
 
 
-def fused(traced, model):
+def fused(traced, model, target="cpu"):
     """The graph after all passes, with the model's parameters; their reports; samples of inputs."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     graph = trace.to_graph(traced.proto, model.state_dict().keys())
@@ -91,7 +91,8 @@ def fused(traced, model):
             tensor._values = Weight.of(
                 parameters[tensor.name.removeprefix("model.")].detach().numpy(), tensor.name)
     samples = tuple(ImageSample.of(arrays, graph.inputs) for arrays in traced.inputs)
-    return graph, fuse_image(graph, Settings(64, 64, image_samples=samples)), samples
+    settings = Settings(64, 64, image_samples=samples, options=CompileOptions(target=target))
+    return graph, fuse_image(graph, settings), samples
 
 
 def run_graph(graph, values):
@@ -147,6 +148,7 @@ MERGES = ("merged_rows", "merged_rows.1", "merged_rows.2", "merged_rows.3")
 PROGRAMS = {
     "llava": (["Gather"], ["patches", "position_rows", "cu_seqlens", "merged_rows"]),
     "internvl": (["Gather"] * 4 + ["Concat"], ["patches", "position_rows", "cu_seqlens", *MERGES]),
+    "gemma3": (["Gather"] * 4 + ["Concat"], ["patches", "position_rows", "cu_seqlens", *MERGES]),
     "mistral3": (["Gather"] * 4 + ["Concat", "Columns"], [
         "patches", "cu_seqlens", "cos", "sin", *MERGES]),
     "qwen3_vl": ((["Gather"] * 4 + ["Concat"]) * 2, [
@@ -160,7 +162,7 @@ PROGRAMS = {
 def test_a_program_for_gpus_gives_the_rows_of_transformers(family, dtype, tmp_path):
     """What the host computes, and the program by the NumPy interpreter, also of new sizes."""
     model, traced = exported(family)
-    graph, _, samples = fused(traced, model)
+    graph, _, samples = fused(traced, model, "cuda")
     parts, _ = lower_image_device(graph, Settings(64, 64, image_samples=samples, options=(
         CompileOptions(target="cuda", dtype=dtype))))
     program = program_of(parts.device, dtype, of_image=True)
