@@ -28,6 +28,7 @@ from llmc.compiler.lower import fuse_image, lower_image_device
 from llmc.compiler.options import CompileOptions
 from llmc.compiler.passes.image_patches import image_patches
 from llmc.compiler.passes.image_program import divide_image
+from llmc.compiler.passes.image_rows import image_rows
 from llmc.compiler.passes.image_softmax import image_softmax
 from llmc.compiler.targets.cuda import program_of
 from llmc.errors import LlmcError
@@ -204,6 +205,27 @@ def test_a_checkpoint_with_tiles_has_a_program_for_gpus(tmp_path):
     ops = {node.op for node in parts.device.nodes}
     assert ops - plugins.registry().keys() == {"Gather", "Concat"}
     assert ops >= {"BidirectionalAttention", "GemmBiasRes"}
+
+
+def test_rows_of_several_layers_are_joined_on_the_device():
+    """The rows of six layers; the engine joins four tensors at a time."""
+    x = gs.Variable("pixel_values", np.float32, [1, 6, 8])
+    layers = [gs.Variable(f"layer.{index}", np.float32, [1, 6, 4]) for index in range(6)]
+    joined = gs.Variable("joined", np.float32, [1, 6, 24])
+    mixed, y = gs.Variable("mixed", np.float32, [1, 6, 3]), gs.Variable("y", np.float32, [6, 3])
+    graph = gs.Graph(inputs=[x], outputs=[y], opset=plugins.OPSET)
+    for source, result, width in (*((x, own, 8) for own in layers), (joined, mixed, 24)):
+        replace(graph, GEMM, {"x": source, "weight": gs.Constant(f"{result.name}.weight", Weight.of(
+            pixels(result.shape[-1], width)))}, [result])
+    graph.nodes += [gs.Node("Concat", attrs={"axis": 2}, inputs=layers, outputs=[joined]),
+                    gs.Node("Reshape", inputs=[mixed, gs.Constant("shape", np.array([6, 3]))],
+                            outputs=[y])]
+    tidy(graph)
+    samples = (ImageSample({"pixel_values": pixels(1, 6, 8)}, {}),)
+    image_rows(graph, Settings(8, 8, image_samples=samples), Report("rows"))
+    parts = divide_image(graph, samples)
+    assert [node.op for node in parts.device.nodes if node.op != "GemmBiasAct"] == ["Concat"] * 2
+    assert [tensor.name for tensor in parts.device.inputs] == ["patches"]
 
 
 def test_rows_that_are_weighted_between_ops_are_refused():
