@@ -72,7 +72,7 @@ ENCODER_INPUTS = ("input_ids", INPUT_FEATURES, "position_ids", "cu_seqlens")
 EMBEDS, EMBED_IDS = "embeds", "embed_ids"  # rows in place of token embeddings; their tokens
 DEEP_EMBEDS_PREFIX = "deep_embeds_"  # rows that are added to hidden states of the same tokens
 ROTARY_POSITIONS = "rotary_positions"  # of models whose tokens have positions by axis
-BIDIRECTIONAL_RANGES = "bidirectional_ranges"  # of models whose images' tokens see each other
+BIDIRECTIONAL_RANGES = "bidirectional_ranges"  # of images with bidirectional attention
 MEDIA_ROWS = "rows"  # output of an encoder of images or audio
 HIDDEN = "hidden"  # features of every token: output of the model, input of its draft model
 HIDDEN_OUT = "hidden_out"
@@ -327,10 +327,10 @@ class ImageEncoderProgram(_Frozen):
     of a `Chip`. `quantization` has the storage formats of its quantized weights. With `grid`, chips
     read `rotary_positions`.
 
-    With `bidirectional`, chips read `bidirectional_ranges`: of `images`, consecutive positions of
-    rows see each other; of a `prompt`, if it has images, all tokens do. Chips read `token_id` in
-    `input_ids` at positions of rows, if it is given. If `padded`, the first rows, as many as the
-    prompt takes, are the image's and the others are of padding.
+    With `bidirectional`, chips read `bidirectional_ranges`, which have bidirectional attention: of
+    `images`, consecutive positions of rows; of a `prompt` with images, all tokens. Chips read
+    `token_id` in `input_ids` at positions of rows, if it is given. If `padded`, the first rows, as
+    many as the prompt takes, are the image's and the others are of padding.
     """
 
     inputs: tuple[TensorInfo, ...]

@@ -143,15 +143,18 @@ class CompileOptions:
         "quantized checkpoint to `dtype`.",
         choices=_QUANTIZE, default="as in the checkpoint")] = ""
     group_size: Annotated[int, Declared(
-        "Consecutive weights of a row that share a scale.",
-        default="the largest of 128, 64, 32 and 16 that divides the row; with fp8 the row")] = 0
+        "Consecutive weights of a row that share a scale: on `target` cpu an even number from 16, "
+        "on GPUs a multiple of 32. Layers without such a divisor of their rows are not quantized "
+        "on GPUs.",
+        default="the largest of 128, 64, 32 and 16 that divides the row, else the row; with fp8, "
+                "or int8 and `quantize_activations`, the row")] = 0
     quantize_lm_head: Annotated[str, Declared(
         "Quantize the LM head, and the embedding where they are tied.",
         choices=_QUANTIZE, default="as `quantize`, but int8 in place of 4 bits")] = ""
     quantize_encoders: Annotated[str, Declared(
-        "Quantize the linear layers of the encoders of images and audio, in the largest groups of "
-        "128, 64, 32 and 16 that divide the row; with fp8 a row. Patch embeddings and convolutions "
-        "are not quantized.", choices=_QUANTIZE, default="none")] = ""
+        "Quantize the linear layers of the encoders of images and audio, in groups of the default "
+        "of `group_size`. Patch embeddings and convolutions are not quantized.",
+        choices=_QUANTIZE, default="none")] = ""
     quantize_activations: Annotated[bool, Declared(
         "With `quantize` fp8: also quantize activations to FP8, with a scale per token. With "
         "int8, for `target` cpu: to int8, with a scale per token and per row of weights. With a "
@@ -191,7 +194,7 @@ class CompileOptions:
         "Take rows in place of embeddings of token ids (prompt_embeds of a request), for `target` "
         "cpu or cuda.")] = False
     language_model_only: Annotated[bool, Declared(
-        "Of a model that takes images, compile the language model alone.")] = False
+        "Compile the language model alone, without the encoders of images and audio.")] = False
     adapter: Annotated[str | Path | None, Declared(
         "Directory of a PEFT adapter to merge into the weights.", metavar="PEFT_DIR")] = None
     target: Annotated[str, Declared(

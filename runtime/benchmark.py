@@ -27,7 +27,7 @@ class Row:
     Args:
         tokens_per_sec: generated tokens of all sequences.
         latency_ms: time of the whole generation.
-        tctx_ms: prefill time: until every sequence has its first token.
+        tctx_ms: TTFT, prefill time: until every sequence has its first token.
         tgen_ms: TPOT: time per later token.
         preprocess_ms: time to preprocess the images of one prompt, which the other times do not
             include; None without images.

@@ -26,7 +26,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                           "projector_output_dim": 40, "vision_output_dim": 40}),
     "idefics3": ("idefics3", {"image_size": 91, "patch_size": 15}),
     "smolvlm": ("smolvlm", {"image_size": 128, "patch_size": 32}),
-    # Tokens of an image, or of the whole prompt, see each other.
+    # With bidirectional attention within an image or the whole prompt.
     "gemma3": ("gemma3", {"image_size": 224, "patch_size": 14}),
     "gemma4": ("gemma4", {"patch_size": 16, "position_embedding_size": 64}),
     "gemma4_large": ("gemma4", {"patch_size": 16, "position_embedding_size": 64}),

@@ -357,7 +357,7 @@ def test_the_table_of_a_grid_fits_80_columns(case_tp1, monkeypatch):
     assert max(map(len, shown)) <= 80
     assert [cell.strip() for cell in shown[3].split("│")[1:-1]] == [
         "4096", "131072", "131072", "12345678.90", "12345678.90", "1234567.80", "123456.78"]
-    assert "Tctx(ms)" in shown[1] and "…" not in "".join(shown)
+    assert "TTFT(ms)" in shown[1] and "…" not in "".join(shown)
 
 
 @pytest.mark.parametrize("grid", [("x", "4,4"), ("1", "4"), ("0", "4,4"), ("1", "60,60")])
@@ -543,16 +543,17 @@ def test_a_live_line_shows_the_phase_that_runs_on_a_terminal(monkeypatch):
 
 @pytest.mark.parametrize(("verb", "arguments"), [
     ("bench", ["--runs", "0"]), ("inspect", ["--verify"]), ("diff", ["--reference", "x"]),
-    ("eval", ["--task", "perplexity", "--max_length", "1"])])
+    ("eval", ["--task", "perplexity", "--max_length", "1"]), ("adapter peft", ["-o", "x"])])
 def test_every_verb_takes_dir_or_case_dir(case_tp1, verb, arguments):
-    one, two = run(verb, case_tp1, *arguments), run(verb, "--case_dir", case_tp1, *arguments)
+    verb = verb.split()
+    one, two = run(*verb, case_tp1, *arguments), run(*verb, "--case_dir", case_tp1, *arguments)
     assert one.exit_code == two.exit_code and one.stdout == two.stdout
     errors = [[line for line in own.stderr.splitlines() if line.startswith("error")]
               for own in (one, two)]
-    assert errors[0] == errors[1] and (errors[0] or verb == "inspect")
-    none = run(verb, *arguments)
+    assert errors[0] == errors[1] and (errors[0] or verb == ["inspect"])
+    none = run(*verb, *arguments)
     assert none.exit_code == 2 and "no case directory is given; give DIR" in none.stderr
-    assert "error: DIR is '" in run(verb, case_tp1, "--case_dir", "other", *arguments).stderr
+    assert "error: DIR is '" in run(*verb, case_tp1, "--case_dir", "other", *arguments).stderr
 
 
 def test_errors_come_without_the_inference_info(case_tp1):

@@ -107,7 +107,7 @@ def answers(case_dir: str | Path, *, data: str | Path | None = None,
     Exact match is the percentage of greedy completions that equal one of the line's answers but for
     case, punctuation and spaces. Perplexity is exp of the mean negative log-likelihood of the
     tokens of the first answers, each after its prompt; an EOS token is not scored. It is left out
-    for a model whose tokens of a prompt all see each other.
+    for a model whose attention to the prompt is bidirectional.
 
     A line that llmc or transformers cannot read, as for a damaged image, is left out of the scores;
     the report lists it, and the verdict is negative.

@@ -70,7 +70,7 @@ def original_values(reference: str | Path, prompt: MediaPrompt, kind: Bidirectio
     """Compute the same tensors with transformers.
 
     Args:
-        kind: tokens that see each other.
+        kind: tokens with bidirectional attention.
 
     Raises:
         LlmcError: transformers cannot load the model, or run the prompt.
@@ -103,7 +103,7 @@ def read_prompt(manifest: Manifest, root: Path, text: str | None, images: Sequen
                         f"without an image encoder; leave it out")
     if manifest.image.bidirectional and manifest.target.kind != "cpu":
         raise LlmcError(f"--image is not supported by target '{manifest.target.kind}' for a model "
-                        f"whose tokens of an image see each other; compare target cpu")
+                        f"with bidirectional attention within an image; compare target cpu")
     if manifest.memory:
         raise LlmcError(f"--image is not supported for '{manifest.source.architecture}', whose "
                         f"layers attend to images; compare texts alone, without --image")
@@ -123,7 +123,7 @@ def media_arrays(model: Model, prompt: MediaPrompt, kind: Bidirectional | None) 
     """Inputs of transformers' model for the images and audio clips of a prompt.
 
     Args:
-        kind: tokens that see each other.
+        kind: tokens with bidirectional attention.
 
     Raises:
         LlmcError: images of the prompt have different sizes.
@@ -150,7 +150,7 @@ def _named(index: int, rows: Iterable[np.ndarray]) -> Values:
 def _token_types(model: Model, prompt: MediaPrompt, kind: Bidirectional | None) -> Values:
     """The token types that the model reads, int64 [1, num_tokens]: 1 for images.
 
-    Of a prompt whose tokens all see each other, they are 0.
+    Of a prompt with bidirectional attention throughout, they are 0.
     """
     types = np.zeros((1, len(prompt)), np.int64)
     for own in prompt.ranges:

@@ -3,7 +3,7 @@
     hidden       fc([h_1 | h_2 | …]), hidden states after some layers of the model; 0 in the block
     context      hidden_norm(hidden), of the tokens before the block; 0 in the block
     x            embedding of the last token, then of masks
-    layer        keys and values of context and of input_layernorm(x); all tokens see each other
+    layer        keys and values of context and of input_layernorm(x); attention is bidirectional
     logits       the model's LM head on norm(x), after each mask
 
 The exported module has context and block in one sequence: rows of the context have features, those

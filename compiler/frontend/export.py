@@ -165,8 +165,8 @@ def export(config: Any, tensors: Mapping[str, Weight], origin: str, *,
         if media is not None and media.audio is not None:
             try:
                 if masks.kind == "prompt":
-                    raise LlmcError("tokens of a prompt with images see each other, which llmc "
-                                    "does not support beside audio")
+                    raise LlmcError("prompts with images have bidirectional attention, which "
+                                    "llmc does not support beside audio")
                 audio = export_audio(complete, all_tensors, origin, media, names,
                                      grid is not None, masks.token_id)
             except LlmcError as error:
@@ -206,8 +206,8 @@ def _mark_bidirectional(graph: gs.Graph, masks: ImageMasks, origin: str) -> None
     nodes = {int(node.attrs["layer"]): node for node in graph.nodes if is_op(node, SDPA)}
     for layer, kind in enumerate(masks.by_layer):
         if kind and layer not in nodes:
-            raise LlmcError(f"tokens of an image see each other in layer {layer} of '{origin}', "
-                            f"which bypasses transformers' attention interface; "
+            raise LlmcError(f"attention within an image is bidirectional in layer {layer} of "
+                            f"'{origin}', which bypasses transformers' attention interface; "
                             f"{LANGUAGE_MODEL_ONLY}")
         if kind:
             nodes[layer].attrs["bidirectional"] = kind

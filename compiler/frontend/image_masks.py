@@ -1,4 +1,4 @@
-"""Which tokens of a prompt with images see each other, determined by running the model's own masks.
+"""Bidirectional attention of a prompt with images, determined by running the model's own masks.
 
 The model is run up to its layers, with parameters that are all zero and take no memory. Each layer
 gets a mask whose function is evaluated on a prompt with two images, one longer than any window.
@@ -47,7 +47,7 @@ class ImageMasks:
     """How the language model reads images besides their rows.
 
     Args:
-        kind: tokens that see each other; see `ImageEncoderProgram`.
+        kind: tokens with bidirectional attention; see `ImageEncoderProgram`.
         by_layer: `Sdpa.bidirectional` of each layer.
         token_id: see `ImageEncoderProgram`.
     """
@@ -82,7 +82,7 @@ def image_masks(config: Any, row_token: int) -> ImageMasks:
         row_token: token at positions of rows.
 
     Raises:
-        LlmcError: the model cannot be run, or its tokens see each other in another way than
+        LlmcError: the model cannot be run, or its attention is bidirectional in another way than
             `ImageEncoderProgram` can express.
     """
     config = copy.deepcopy(config)

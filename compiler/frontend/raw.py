@@ -98,7 +98,7 @@ class RawImageEncoder:
         computed: how inputs are computed from the image's grid.
         grid: positions of its rows by axis, which the language model then takes as
             `POSITION_IDS`; None: it has one position of each token.
-        bidirectional: tokens of the language model that see each other; see `ImageEncoderProgram`.
+        bidirectional: tokens with bidirectional attention; see `ImageEncoderProgram`.
         token_id: token id that the language model reads at positions of rows; None: the prompt's.
         padded: whether an image has fewer rows than the encoder gives, which are the first ones.
         samples: its inputs for images of several sizes.

@@ -177,7 +177,7 @@ def trace_draft(model: torch.nn.Module, width: int, max_positions: int | None,
         model: its forward has these arguments and results.
         width: size of `hidden`.
         max_positions: maximum number of positions.
-        part: `ENCODER` if all tokens of a sequence see each other.
+        part: `ENCODER` if attention is bidirectional.
         outputs: names of its results.
 
     Raises:

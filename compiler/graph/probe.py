@@ -8,7 +8,7 @@ function that would replace it. Equal subgraphs (as in every layer of a model) s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -52,7 +52,17 @@ def data_tensors(graph: gs.Graph,
                                            ENCODER_OUTPUT, HIDDEN, PIXEL_VALUES)) -> set[int]:
     """Ids of tensors that depend on values of tokens or pixels, not only on sizes and positions.
     """
-    data = {id(tensor) for tensor in graph.inputs if tensor.name in sources}
+    return dependents(graph, {id(tensor) for tensor in graph.inputs if tensor.name in sources})
+
+
+def dependents(graph: gs.Graph, sources: Iterable[int]) -> set[int]:
+    """Ids of tensors that depend on values of some, not only on their shapes, and of these.
+
+    Args:
+        graph: with nodes in topological order.
+        sources: ids of tensors.
+    """
+    data = set(sources)
     for node in graph.nodes:
         if node.op in ("Shape", "Size"):
             continue

@@ -16,7 +16,7 @@ SDPA = Op(
     name="Sdpa",
     version=1,
     # each [batch, heads, seq, head_dim]; bias is added to the scores; sinks [heads]
-    # bidirectional: tokens of a range, such as an image, see each other; "": they do not
+    # bidirectional: kind of ranges, such as images, with bidirectional attention; "": none
     inputs=("query", "key", "value", "bias?", "sinks?"),
     outputs=("out",),
     fields={"scale": 1.0, "window": 0, "chunk": 0, "softcap": 0.0, "causal": 1, "layer": -1,

@@ -24,7 +24,7 @@ from llmc import plugins
 from llmc.artifacts.program import MOST_JOINED, ROW_ORDER
 from llmc.compiler.graph.image_samples import ImageSample
 from llmc.compiler.graph.names import PIXEL_VALUES
-from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, Piece, data_tensors
+from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, Piece, data_tensors, dependents
 from llmc.compiler.graph.rewrite import (
     NoMatch,
     constant,
@@ -106,6 +106,7 @@ class _Division:
         self._data = data_tensors(graph)
         self._on_device = [node for node in graph.nodes if self._is_row_wise(node)]
         self._computed = {id(tensor) for node in self._on_device for tensor in node.outputs}
+        self._of_rows = dependents(graph, self._computed)
         self._given: dict[int, gs.Variable] = {}  # inputs of the device, by the host's tensor
         self._names: dict[str, int] = {}
         self._host: list[gs.Tensor] = []
@@ -196,16 +197,18 @@ class _Division:
 
     def _selection(self, tensor: gs.Tensor) -> _Selection | None:
         """The rows that a tensor selects of a device's op; None if it is made of pixels alone."""
+        if id(tensor) not in self._of_rows:
+            return None
         piece = between(tensor, self._data, _SELECTING, self._computed, reads_shapes=True)
         sources = [] if isinstance(piece, NoMatch) else [
-            border for border in piece.inputs if id(border) in self._data
-            and border.name != PIXEL_VALUES]
-        if isinstance(piece, NoMatch) or len(sources) > 1:
+            border for border in piece.inputs if id(border) in self._of_rows]
+        if isinstance(piece, NoMatch) or len(sources) != 1:
             raise LlmcError(f"{describe(tensor)} of the image encoder is not a selection of rows "
                             f"({piece if isinstance(piece, NoMatch) else 'of several tensors'}); "
                             f"compile for --target cpu")
-        if not sources:
-            return None
+        if id(sources[0]) not in self._computed:
+            raise LlmcError(f"{describe(producer(sources[0]))} of the image encoder is neither a "
+                            f"selection of rows nor an op on each row; compile for --target cpu")
         found = [_probe(piece, sources[0], sample) for sample in self._samples]
         kinds = {None if own is None else own.columns.tobytes() for own in found}
         if len(kinds) != 1 or found[0] is None:

@@ -16,8 +16,8 @@ class ExpertsNotQuantized(CountedNote):
 
     def text(self, context: Context) -> str:
         return (f"{self.count} layers' experts stay in {context.dtype}, as target "
-                f"{context.target} has no kernel for their group size; --quantize quantizes the "
-                f"other linear layers")
+                f"{context.target} has no kernel for their format or for their number of columns "
+                f"(`llmc inspect` prints them); --quantize quantizes the other linear layers")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class LayersNotQuantized(CountedNote):
 
     def text(self, context: Context) -> str:
         return (f"{self.count} linear layers stay in {context.dtype}, as target {context.target} "
-                f"has no kernel for their group size; --quantize quantizes the others")
+                f"has no kernel for their number of rows or columns (`llmc inspect` prints them); "
+                f"--quantize quantizes the others")
 
 
 @dataclass(frozen=True)

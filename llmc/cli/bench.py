@@ -99,7 +99,7 @@ def bench_command(directory: Path | None, case_dir: Path | None, batch_size: str
         return
     table = Table()
     times = ("preprocess(ms)",) if pictures else ()
-    for name in ("batch", "input", "output", "tokens/s", "latency(ms)", "Tctx(ms)", "Tgen(ms)",
+    for name in ("batch", "input", "output", "tokens/s", "latency(ms)", "TTFT(ms)", "TPOT(ms)",
                  *times):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:

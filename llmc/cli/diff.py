@@ -44,8 +44,11 @@ def diff_command(directory: Path | None, case_dir: Path | None, as_json: bool, h
     float8 KV caches                        2 x error of transformers with them
     quantized activations (cpu: int8, int4, 2 x error of transformers with the
     uint4; --quantize_activations)          same activation quantization
-    between layers, or an .onnx reference   3 x error of the export
-    weights that the reference cannot load  0.1 in 8 bits, 0.5 in 4 bits
+    the preceding three, within a layer     3 x error of the export
+    (--bisect) or with an .onnx reference
+    float8 KV caches, .onnx reference       0.1
+    weights that the reference cannot load, 0.1 in 8 bits, 0.5 in 4 bits
+    and --image with quantized weights
 
     Errors are measured on the same tokens, and multiplied by the square root of tp_size. Weights
     that are not quantized must be bit-identical. Quantized weights must equal the reference's

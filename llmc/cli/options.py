@@ -125,8 +125,9 @@ LOADING_OPTIONS: dict[str, dict[str, Any]] = {
     "max_loras": dict(default=8, help="Maximum number of LoRA adapters per step."),
     "max_lora_rank": dict(type=int, help="Highest rank of an adapter, up to 256.  [default: that "
                                          "of the given ones, at least 16]"),
-    "encoder_cache_gb": dict(default=1.0, help="Gigabytes of encoded images of each replica, which "
-                                               "equal images of later prompts share."),
+    "encoder_cache_gb": dict(default=1.0, help="Cache of the encoder outputs of images and audio, "
+                                               "per replica, in GB; later prompts with an equal "
+                                               "item reuse them."),
     "check_step": dict(default=2, help="Maximum number of in-flight steps per GPU."),
     "skip_step": dict(default=0, help="Number of tokens per sequence that a GPU samples before "
                                       "the host reads the first."),

@@ -88,10 +88,11 @@ class _ApiKeys(click.types.StringParamType):
 @click.option("--allow_priority", is_flag=True,
               help="Allow `priority` in requests; without it, values other than 0 get 400.")
 @click.option("--max_request_bytes", default=8 * 2**20,
-              help="Maximum size of a request's body, in bytes.")
+              help="Maximum size of a request's body, in bytes, but of those of "
+                   "--max_media_request_bytes.")
 @click.option("--max_media_request_bytes", default=26 * 2**20,
-              help="The same of requests with audio, and of chats with models that take images or "
-                   "audio.")
+              help="Maximum size of the body of a request with audio, and of a chat with a model "
+                   "that takes images or audio, in bytes.")
 @click.option("--request_timeout", default=1800.0,
               help="Maximum duration of a request, in seconds.")
 @click.option("--header_timeout", default=10.0,

@@ -36,7 +36,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "language": dict(metavar="CODE", help="Language of --audio, such as en.  [default: detected]"),
     "task": dict(default="transcribe", metavar="transcribe|translate",
                  shell_complete=completes("transcribe", "translate"),
-                 help="Transcribe --audio, or translate it to English."),
+                 help="Whisper's task: transcribe --audio, or translate it to English."),
     "timestamps": dict(is_flag=True, help="Print a line with start and end for each segment of "
                                           "--audio."),
     "fallback_temperatures": dict(metavar="T,T,…", callback=_temperatures,
@@ -46,9 +46,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
                                                          "which a result is bad; Whisper: 1.35."),
     "logprob_threshold": dict(type=float, help="Mean log-probability below which a result is bad; "
                                                "Whisper: -1.0."),
-    "no_speech_threshold": dict(type=float, help="Probability of no speech above which a window "
-                                                 "with a result of low probability is skipped; "
-                                                 "Whisper: 0.6."),
+    "no_speech_threshold": dict(type=float, help="With --logprob_threshold: probability of no "
+                                                 "speech above which a window is skipped if its "
+                                                 "result is below that threshold; Whisper: "
+                                                 "0.6."),
     "condition_on_prev_tokens": dict(is_flag=True, help="Decode each window after the text of "
                                                         "earlier ones."),
 }

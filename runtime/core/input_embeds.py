@@ -26,7 +26,7 @@ class InputEmbeds:
         items: positions of images and audio clips, in order.
         rotary: positions by axis of the sequence, if the model has them.
         ranges: int64 [num_ranges, 2], first positions and those after the last of ranges of at
-            least two tokens that see each other, ascending and disjoint.
+            least two tokens with bidirectional attention, ascending and disjoint.
         salt: bytes that identify what determines the contents of all blocks.
     """
 
@@ -54,7 +54,7 @@ class InputEmbeds:
                            rotary=rotary)
 
     def seen_together(self, kind: Bidirectional | None, tokens: Sequence[int]) -> InputEmbeds:
-        """Add the ranges of a prompt whose tokens see each other: of images, not of audio.
+        """Add a prompt's ranges with bidirectional attention: of images, not of audio.
 
         A row then depends on all rows of its range, and so does its key.
 

@@ -553,8 +553,8 @@ class InputProcessor:
         embeds = InputEmbeds.of_items(prompt.ranges, self._rotary(prompt))
         if image is not None and any(own.item.modality == "image" for own in prompt.ranges):
             if image.bidirectional == "prompt" and params.prompt_logprobs is not None:
-                raise LlmcError("prompt_logprobs is given for a prompt whose tokens all see each "
-                                "other, so that none is predicted; leave it out")
+                raise LlmcError("prompt_logprobs is given for a prompt with bidirectional "
+                                "attention, so that no token is predicted; leave it out")
             embeds = embeds.seen_together(image.bidirectional, ids)
         if image is None or image.token_id is None:
             return ids, ids, embeds

@@ -407,9 +407,9 @@ class Scheduler:
         longest = 0 if embeds is None else embeds.longest_range
         others = self.limits.max_slots - 1  # which may decode in the same step
         if longest + others > self.budget:
-            return (f"{longest} tokens see each other, so they must be in one step, beside "
-                    f"{others} other sequences; a step has at most {self.budget} tokens: load the "
-                    f"model with max_num_batched_tokens of at least {longest + others}")
+            return (f"{longest} tokens have bidirectional attention, so they must be in one step, "
+                    f"beside {others} other sequences; a step has at most {self.budget} tokens: "
+                    f"load the model with max_num_batched_tokens of at least {longest + others}")
         length = prompt + max(limit - 1, 0)
         need = self.blocks.spans(length)
         if width > 1:
@@ -605,7 +605,7 @@ class Scheduler:
         return self._whole_ranges(sequence, count, 0)
 
     def _whole_ranges(self, sequence: Sequence, count: int, room: int) -> int:
-        """Change `count` new tokens, so that they end within no range whose tokens see each other.
+        """Change `count` new tokens, so that they end within no range with bidirectional attention.
 
         Args:
             room: tokens up to which a range is completed; else they end before it.

@@ -196,7 +196,7 @@ class Step:
         rotary_positions: int32 [num_tokens, 3], positions by axis, of a model that reads them;
             empty: each token's are its position in the cache.
         bidirectional_ranges: int32 [num_tokens, 2], first position and the one after the last of
-            the range of each token, such as an image, whose tokens see each other; [0, 0]: none. A
+            the range of each token, such as an image, with bidirectional attention; [0, 0]: none. A
             step has all tokens of a range that are not in the cache. Empty: no token has one.
         media_rows: int32 [n, 3], rows of encoded images and audio: place, first row and number of
             rows.

@@ -8,6 +8,7 @@ import onnx_graphsurgeon as gs
 import onnxruntime as ort
 import pytest
 import torch
+from image_models import write_model
 from multimodal_models import encoder_rows, packed, pixels, run_encoder, session, tiny_model
 from schedule_interpreter import run_image_program
 from transformers import vision_utils
@@ -18,16 +19,22 @@ from llmc.artifacts.program import Program
 from llmc.artifacts.vision_input import VisionInput
 from llmc.compiler.artifact import WEIGHTS_NAME, to_onnx, write_onnx, write_weights
 from llmc.compiler.frontend import image, trace
+from llmc.compiler.frontend.image_export import export_image
+from llmc.compiler.frontend.image_masks import ImageMasks
 from llmc.compiler.graph.image_samples import ImageSample
-from llmc.compiler.graph.rewrite import Report, Settings, values_of
+from llmc.compiler.graph.rewrite import Report, Settings, replace, values_of
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.lower import fuse_image, lower_image_device
 from llmc.compiler.options import CompileOptions
 from llmc.compiler.passes.image_patches import image_patches
+from llmc.compiler.passes.image_program import divide_image
 from llmc.compiler.targets.cuda import program_of
 from llmc.errors import LlmcError
+from llmc.plugins.gemm_bias_act.op import OP as GEMM
 from llmc.runtime.engines.image_encoder import with_equal_segments
 from llmc.runtime.multimodal import vision_inputs
+from llmc.runtime.multimodal.description import describe_processor
+from llmc.runtime.tokenizer import read_tokenizer
 
 GRIDS = ((4, 6), (10, 8), (2, 2), (18, 10))
 # By family: what the processor gives for images of several sizes.
@@ -169,6 +176,37 @@ def test_a_program_for_gpus_gives_the_rows_of_transformers(family, dtype, tmp_pa
             tolerance = 2e-6 if dtype == "float32" else 0.03
             assert np.abs(rows[order] - expected).max() < tolerance * max(
                 np.abs(expected).max(), 1)
+
+
+def test_a_checkpoint_with_tiles_has_a_program_for_gpus(tmp_path):
+    """Sizes that its samples give to the passes have the names of the exported graph."""
+    model = write_model("internvl", tmp_path)
+    processor = describe_processor(tmp_path, read_tokenizer(tmp_path), ("image",))
+    tensors = {name: Weight.of(values.numpy(), name) for name, values in model.state_dict().items()}
+    raw = export_image(model.config, tensors, "", processor, {}, None, ImageMasks())
+    settings = Settings(64, 64, image_samples=raw.samples, options=CompileOptions(target="cuda"))
+    fuse_image(raw.graph, settings)
+    parts, _ = lower_image_device(raw.graph, settings)
+    assert not {node.op for node in parts.host.nodes} & {"Conv", "MatMul", "LayerNormalization"}
+    assert {node.op for node in parts.device.nodes} >= {"BidirectionalAttention", "GemmBiasRes"}
+
+
+def test_rows_that_are_weighted_between_ops_are_refused():
+    """Interpolated rows: products with a column are neither selections nor row-wise ops."""
+    x = gs.Variable("pixel_values", np.float32, [6, 8])
+    index, column = gs.Variable("index", np.int64, [6]), gs.Variable("column", np.float32, [6, 1])
+    rows, selected = gs.Variable("rows", np.float32, [6, 4]), gs.Variable("selected", np.float32)
+    weighted, y = (gs.Variable(name, np.float32, [6, 4]) for name in ("weighted", "y"))
+    graph = gs.Graph(inputs=[x, index, column], outputs=[y], opset=plugins.OPSET)
+    replace(graph, GEMM, {"x": x, "weight": gs.Constant("w", Weight.of(
+        np.ones((4, 8), np.float32)))}, [rows])
+    graph.nodes += [gs.Node("Gather", inputs=[rows, index], outputs=[selected]),
+                    gs.Node("Mul", name="weigh", inputs=[selected, column], outputs=[weighted]),
+                    gs.Node("Add", inputs=[weighted, weighted], outputs=[y])]
+    sample = ImageSample({"pixel_values": pixels(6, 8), "index": np.arange(6)[::-1].copy(),
+                          "column": np.ones((6, 1), np.float32)}, {})
+    with pytest.raises(LlmcError, match="Mul 'weigh' .* neither a selection of rows nor an op on"):
+        divide_image(graph, [sample])
 
 
 def test_attention_that_is_not_rotated_as_positions_say_is_left(monkeypatch):

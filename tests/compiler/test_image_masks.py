@@ -1,4 +1,4 @@
-"""Which tokens of a prompt with images see each other is found from the model's own masks."""
+"""Bidirectional attention of prompts with images is found from the model's own masks."""
 
 import numpy as np
 import pytest

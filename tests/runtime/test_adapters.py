@@ -322,7 +322,7 @@ def run_cli(*arguments):
 
 def test_the_command_line_compiles_and_runs_adapters(lora_case, compiled, peft, llm, tmp_path):
     case, directory = lora_case(1), tmp_path / "adapter"
-    made = run_cli("adapter", peft["all"][0], "--case_dir", case, "-o", directory)
+    made = run_cli("adapter", peft["all"][0], case, "-o", directory)
     assert made.exit_code == 0 and "rank 4, 28 modules" in made.output
     prompt = llm.tokenizer.decode(PROMPTS[1])
     params = llmc.SamplingParams(max_tokens=12, temperature=0, guided_regex="[a-z]{12}")

@@ -1,4 +1,4 @@
-"""Prompts whose tokens of an image see each other, in one step whatever its budget."""
+"""Prompts with bidirectional attention within images, in one step whatever its budget."""
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ def test_prompt_logprobs_are_of_tokens_that_are_predicted(model):
     with llmc.LLM(case, max_num_batched_tokens=100, max_batch_size=4) as llm:
         prompts = prompts_of(llm)[1:]
         if llm.manifest.image.bidirectional == "prompt":
-            with pytest.raises(llmc.LlmcError, match="whose tokens all see each other"):
+            with pytest.raises(llmc.LlmcError, match="a prompt with bidirectional attention"):
                 llm.generate(prompts, params)
             return
         for prompt, completion in zip(prompts, llm.generate(prompts, params), strict=True):
@@ -89,7 +89,7 @@ def test_completions_share_a_prompt_that_ends_within_an_image(model):
 def test_a_step_that_is_too_short_for_an_image_is_an_error(model):
     with llmc.LLM(model[1], max_num_batched_tokens=12, max_batch_size=4) as llm:
         prompt = prompts_of(llm)[1]
-        with pytest.raises(llmc.LlmcError, match="tokens see each other, so they must be in one "
+        with pytest.raises(llmc.LlmcError, match="bidirectional attention, so they must be in one "
                                                  "step.*max_num_batched_tokens of at least"):
             llm.generate([prompt, "fine"], GREEDY)
         assert len(llm.generate("fine", GREEDY)[0].token_ids) == 10

@@ -31,9 +31,9 @@ from llmc.runtime.engines.cuda import step_arrays
 from llmc.runtime.engines.cuda_image_encoder import declare_image_program, limits_of
 
 COMMON = ("llava", 1)  # the others are thorough
-# Tokens of a step for prompts whose tokens all see each other.
-STEPS = {"paligemma": 80, "paligemma2": 80}
-# Chunks end within images, unless their tokens see each other.
+# Tokens of a step for bidirectional attention within an image or the whole prompt.
+STEPS = {"gemma4_large": 80, "paligemma": 80, "paligemma2": 80}
+# Chunks end within images, but for those with bidirectional attention.
 SHORT_STEPS = replace(LIMITS, max_tokens=24, max_slots=4)
 AHEAD = replace(SHORT_STEPS, ahead=2, max_drafts=15, proposes=True, prompt_lookup=True,
                 drafts_ahead=True)

@@ -20,7 +20,7 @@ Given:   Sdpa of an encoder, or of a decoder with keys and values of the encoder
 Result:  BidirectionalAttention(q, k, v, cu_seqlens); the decoder's also takes memory_starts and
          encoder_sequence_length, each sequence's range in k and v
 
-Given:   Sdpa of a draft model whose tokens see each other
+Given:   Sdpa of a draft model with bidirectional attention
 Result:  BlockAttention(GemmBiasAct(x, [Wq; Wk; Wv]), key_cache, value_cache, …)
 
 Given:   Sdpa of a draft model with ModelCache as keys and values

@@ -1,4 +1,4 @@
-"""Self-attention of blocks: new tokens see each other, and the keys before them.
+"""Self-attention of blocks: bidirectional among new tokens, which also attend to earlier keys.
 
 Sequence b owns row b of both caches, or the blocks of row b of block_table: position p is row
 p % block_size of block block_table[b, p // block_size]. Its first past_lens[b] positions are
