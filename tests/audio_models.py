@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, AutoModelForS
 
 import llmc
 
-MODELS = ("qwen2_audio", "voxtral", "glmasr")
+MODELS = ("qwen2_audio", "voxtral", "glmasr", "audioflamingo3")
 WINDOW = 2  # seconds, of 30 in published checkpoints
 _AUDIO: dict[str, Any] = {
     "num_mel_bins": 128, "d_model": 32, "hidden_size": 32, "encoder_layers": 2,
