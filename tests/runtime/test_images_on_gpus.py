@@ -48,12 +48,16 @@ pytestmark = pytest.mark.extension
 @pytest.mark.parametrize(("name", "tp_size"), [
     pytest.param(*own, marks=[pytest.mark.thorough] * (own != COMMON))
     for own in ((name, tp_size) for name in MODELS for tp_size in (1, 2))])
-def test_families_generate_as_transformers(name, tp_size, tmp_path):
+def test_families_generate_as_transformers(extension, name, tp_size, tmp_path):
     model = write_model(name, tmp_path / "hf")
     llmc.compile(tmp_path / "hf", tmp_path / "case", tp_size=tp_size, target="cuda",
                  dtype="float32")
-    steps = [step.path for step in read_manifest(tmp_path / "case").image.steps]
+    manifest = read_manifest(tmp_path / "case")
+    steps = [step.path for step in manifest.image.steps]
     assert steps == ["chip0/image.onnx", *(["chip0/image.json"] * (name not in ON_HOST))]
+    if name not in ON_HOST:
+        program, _ = read_image_program(manifest, tmp_path / "case")
+        declare_image_program(extension.Program(**limits_of(program, 512, 128, 64)), program)
     with interpreted(tmp_path / "case", replace(
             SHORT_STEPS, max_tokens=STEPS.get(name, SHORT_STEPS.max_tokens))) as llm:
         prompts = prompts_of(llm)
