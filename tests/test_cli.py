@@ -565,7 +565,8 @@ def test_every_verb_takes_dir_or_case_dir(case_tp1, verb, arguments):
 def test_errors_come_without_the_inference_info(case_tp1):
     for arguments in (["--prompt", ""], ["--prompt", "the", "--logit_bias", "999=1"],
                       ["--prompt", "the " * 99], ["--prompt", "the", "--device", "0,0"],
-                      ["--audio", "x.wav"], ["--prompt", "the", "--max_loras", "2"]):
+                      ["--audio", "x.wav"], ["--prompt", "the", "--max_loras", "2"],
+                      ["--prompt", "the", "--length_penalty", "0.5"]):
         result = run("run", case_tp1, *arguments)
         assert result.exit_code == 2 and result.stdout == ""
         assert "Inference info" not in result.stderr and "error: " in result.stderr

@@ -102,6 +102,11 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
     if prompt_file is not None and images:
         raise LlmcError("both --image and --prompt_file are given; name pictures in the file's "
                         "requests, as images or in messages")
+    if not is_given("beam_width") and (unused := next(
+            (name for name in ("length_penalty", "diversity_rate", "early_stopping")
+             if is_given(name)), None)):
+        raise LlmcError(f"--{unused} is given without --beam_width, which it needs; give both, or "
+                        f"leave it out")
     case_dir, configured = _resolve_case(directory, case_dir, hf_dir)
     if tp_size is not None and configured not in (None, tp_size):
         raise LlmcError(f"--tp_size is {tp_size}, but tensor_parallel in the config of '{hf_dir}' "
@@ -279,8 +284,8 @@ def _log(path: str, text: str) -> None:
             with open(path, "a", encoding="utf-8") as log:
                 log.write(text)
         except OSError as error:
-            raise LlmcError(f"--log_file '{path}' cannot be written ({error}); give another "
-                            f"file") from error
+            raise LlmcError(f"--log_file '{path}' cannot be written "
+                            f"({error.strerror or error}); give another file") from error
 
 
 def _inference_info(hf_dir: Path | None, case_dir: Path, max_tokens: int, tp_size: int,

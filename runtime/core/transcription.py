@@ -306,7 +306,8 @@ class Transcriber:
         try:
             return load_audio(read_bounded(Path(audio), MAX_AUDIO_BYTES), rate)
         except (OSError, ValueError) as error:
-            raise LlmcError(f"'{audio}' cannot be read ({reason_of(error)}); give a path of an "
+            reason = getattr(error, "strerror", None) or reason_of(error)
+            raise LlmcError(f"'{audio}' cannot be read ({reason}); give a path of an "
                             f"audio file") from error
 
     def _features(self, waveform: Waveform, rows: FeatureRows) -> np.ndarray:

@@ -342,7 +342,7 @@ def test_drafts_of_text_do_not_change_a_transcription(tiny_speech, files):
     (("--audio", "x.wav", "--fallback_temperatures", "a"), "expected numbers; give a list such"),
     (("--audio", "x.wav", "--no_speech_threshold", "0.6"), "without logprob_threshold"),
     (("--audio", "x.wav", "--language", "fr"), "language 'fr' is not supported"),
-    (("--audio", "x.wav"), "'x.wav' cannot be read"),
+    (("--audio", "x.wav"), "'x.wav' cannot be read (No such file or directory); give"),
 ])
 def test_run_refuses_wrong_options_of_audio(arguments, match, tiny_speech):
     result = invoke("run", tiny_speech[2], *arguments)
