@@ -926,7 +926,7 @@ def _check_names(programs: Sequence[Program], chip: Chip) -> None:
 def _check_ranks(ranks: Sequence[Mapping[Part, Program]], manifest: Manifest) -> None:
     """Check that ranks have the same collectives, and that the manifest lists their ops.
 
-    It may list others of an image encoder.
+    It may list others of encoders of images and audio.
     """
     for rank, programs in enumerate(ranks):
         for first, program in zip(ranks[0].values(), programs.values(), strict=True):
@@ -934,7 +934,7 @@ def _check_ranks(ranks: Sequence[Mapping[Part, Program]], manifest: Manifest) ->
                 raise ValueError(f"chips 0 and {rank} have different collectives")
     used = {node.op for programs in ranks for program in programs.values()
             for node in program.nodes} & {*plugins.registry()}
-    mismatch = used - manifest.ops.keys() if manifest.image else used ^ manifest.ops.keys()
+    mismatch = used - manifest.ops.keys() if manifest.media else used ^ manifest.ops.keys()
     if mismatch:
         op = min(mismatch)
         raise ValueError(f"{op!r} is {'not ' if op not in used else ''}in the programs, but "

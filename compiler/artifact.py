@@ -169,16 +169,22 @@ def _facts(graph: gs.Graph, target: str) -> str:
     """Return the facts that a loader compares with the manifest, as JSON.
 
     They are op versions, num_heads of each attention layer with a cache, and `held_scores` (see
-    `Op`): the maximum over attention layers, which limits the prefill chunk.
+    `Op`): the maximum over attention layers, which limits the prefill chunk. If layers attend to
+    encoder outputs, `held_memory_scores` is the same for these.
     """
     ops = {op.name: op.version for node in graph.nodes if (op := op_of(node)) is not None}
-    held = [op.held_scores[target](fields_of(node), frozenset(operands(node)))
-            for node in graph.nodes
-            if (op := op_of(node)) is not None and target in op.held_scores]
-    return json.dumps({"ops": dict(sorted(ops.items())),
-                       "num_heads": [node.attrs["num_heads"] for node in graph.nodes
-                                     if caches(node)],
-                       "held_scores": max(held, default=0)})
+    held: dict[bool, list[int]] = {False: [], True: []}  # by whether keys are encoder outputs
+    for node in graph.nodes:
+        if (op := op_of(node)) is not None and target in op.held_scores:
+            present = frozenset(operands(node))
+            held["key_starts" in present].append(op.held_scores[target](fields_of(node), present))
+    facts: dict[str, object] = {
+        "ops": dict(sorted(ops.items())),
+        "num_heads": [node.attrs["num_heads"] for node in graph.nodes if caches(node)],
+        "held_scores": max(held[False], default=0)}
+    if held[True]:
+        facts["held_memory_scores"] = max(held[True])
+    return json.dumps(facts)
 
 
 def write_onnx(proto: onnx.ModelProto, path: Path) -> FileEntry:

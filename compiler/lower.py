@@ -66,8 +66,10 @@ from llmc.compiler.passes.gemm import activation, gated_mlp, gemm, residual
 from llmc.compiler.passes.groups import groups
 from llmc.compiler.passes.image_attention import image_attention
 from llmc.compiler.passes.image_patches import image_patches
+from llmc.compiler.passes.image_pools import image_pools
 from llmc.compiler.passes.image_program import ImageParts, divide_image
 from llmc.compiler.passes.image_rows import image_rows
+from llmc.compiler.passes.image_softmax import image_softmax
 from llmc.compiler.passes.input_embeds import input_embeds, require_one_reader
 from llmc.compiler.passes.layer_scale import layer_scale
 from llmc.compiler.passes.linear_rows import linear_rows
@@ -258,9 +260,11 @@ PASSES: tuple[Step, ...] = (
 IMAGE_PASSES: tuple[GraphPass, ...] = (
     GraphPass("fold", fold),
     GraphPass("patches", image_patches),
+    GraphPass("pools", image_pools),
     GraphPass("norm", norm),
     GraphPass("gemm", gemm),
-    GraphPass("rows", image_rows),      # after both, whose ops work on rows
+    GraphPass("softmax", image_softmax),
+    GraphPass("rows", image_rows),      # after these, whose ops work on rows
     GraphPass("layer_scale", layer_scale),
     GraphPass("attention", image_attention),  # its borders are rows
     GraphPass("gated_mlp", gated_mlp),  # as in PASSES from here on

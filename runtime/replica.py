@@ -100,7 +100,8 @@ def step_bytes(manifest: Manifest, config: EngineConfig) -> int:
     dims = manifest.dims
     chunk = max(min(config.max_num_batched_tokens, MAX_CHUNK), config.max_batch_size)
     logits = max(_max_scored(manifest), config.max_batch_size) * dims.padded_vocab_size
-    scores = 4 * 3 * (dims.num_heads or 0) * chunk * dims.max_seq_len
+    keys = max(dims.max_seq_len, manifest.mem_max_seq_len)
+    scores = 4 * 3 * (dims.num_heads or 0) * chunk * keys
     return 4 * (_ACTIVATIONS * dims.hidden_size * chunk + 2 * logits) + min(scores, SCORE_BYTES)
 
 

@@ -10,12 +10,15 @@ from typing import Any
 
 import families
 import numpy as np
+import pytest
 import soundfile
 import torch
 from processor_checkpoints import FAMILIES, speech_of, write_checkpoint
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
 
-MODELS = ("qwen2_audio", "voxtral", "glmasr")
+import llmc
+
+MODELS = ("qwen2_audio", "voxtral", "glmasr", "audioflamingo3")
 WINDOW = 2  # seconds, of 30 in published checkpoints
 _AUDIO: dict[str, Any] = {
     "num_mel_bins": 128, "d_model": 32, "hidden_size": 32, "encoder_layers": 2,
@@ -32,6 +35,7 @@ TEMPLATE = (
     "{% for part in m.content %}{{ 'AUDIO' if part.type == 'audio' else part.text }}"
     "{% endfor %}{% endif %}{% endfor %}[assistant]")
 SECONDS = (1.37, 0.61, 1.994)  # of three clips
+GREEDY = llmc.SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, logprobs=0)
 
 
 def tiny_model(name: str, row: int, vocab_size: int) -> torch.nn.Module:
@@ -85,3 +89,33 @@ def hours() -> bytes:
     file = io.BytesIO()
     soundfile.write(file, np.zeros(3 * 3600 * 1000, np.int16), 1000, format="FLAC")
     return file.getvalue()
+
+
+def expected(model: Any, prompt: Any, count: int) -> tuple[list[int], list[float]]:
+    """Greedy tokens and their log-probabilities by transformers."""
+    arrays = [own.item.arrays for own in prompt.ranges]
+    given = {name: torch.from_numpy(np.concatenate([own[name] for own in arrays]))
+             for name in (arrays[0] if arrays else ())}
+    ids = torch.tensor([prompt.token_ids])
+    with torch.no_grad():
+        made = model.generate(ids, **given, attention_mask=torch.ones_like(ids),
+                              max_new_tokens=count, do_sample=False, eos_token_id=None,
+                              pad_token_id=0, output_logits=True, return_dict_in_generate=True)
+    return made.sequences[0, ids.shape[1]:].tolist(), \
+        [float(logits[0].double().log_softmax(-1).max()) for logits in made.logits]
+
+
+def assert_generates(model: Any, llm: llmc.LLM, prompt: dict[str, Any], completion: Any) -> None:
+    """As transformers does."""
+    read = llm.media_prompt(prompt["prompt"], audio=prompt["audio"])
+    tokens, logprobs = expected(model, read, len(completion.token_ids))
+    assert list(completion.token_ids) == tokens
+    assert [own.chosen for own in completion.logprobs] == pytest.approx(logprobs, abs=1e-4)
+
+
+def prompts_of(llm: llmc.LLM) -> list[dict[str, Any]]:
+    """Prompts with 0, 1 and 3 clips of odd lengths."""
+    own = llm.processor.placeholders["audio"]
+    return [{"prompt": "hello there", "audio": []},
+            {"prompt": f"hear {own} now", "audio": clips(1)},
+            {"prompt": f"a {own} b {own} d {own} c", "audio": clips(3)}]

@@ -484,11 +484,13 @@ def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
     batch, heads, seq, dim = query.shape
     scale = float(dim**-0.5 if scaling is None else scaling)
     if attention_mask is not None:
-        groups = heads // key.shape[1]
-        scores = query @ key.repeat_interleave(groups, 1).transpose(-1, -2) * scale
+        if key.shape[1] < heads:
+            key, value = (each.repeat_interleave(heads // key.shape[1], 1)
+                          for each in (key, value))
+        scores = query @ key.transpose(-1, -2) * scale
         scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min) \
             if attention_mask.dtype == torch.bool else scores + attention_mask
-        out = torch.softmax(scores, -1) @ value.repeat_interleave(groups, 1)
+        out = torch.softmax(scores, -1) @ value
         return out.transpose(1, 2).contiguous(), None
     if query.device.type == "meta":
         return query.new_empty((batch, seq, heads, value.shape[-1])), None

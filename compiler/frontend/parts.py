@@ -159,6 +159,9 @@ def build(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.Module:
         first = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         if first.startswith("Unrecognized configuration class"):
             first = "it has no such class for this model type"
+        remedy = "correct its config"
+        if isinstance(error, ImportError):  # of a package that transformers does not require
+            first, remedy = first.partition(". ")[0], "install it"
         raise LlmcError(f"transformers cannot build '{getattr(config, 'model_type', '?')}' as "
-                        f"{'an' if kind[0] in 'ei' else 'a'} {kind}: {first}; correct its config, "
-                        f"or use another model") from error
+                        f"{'an' if kind[0] in 'ei' else 'a'} {kind}: {first}; {remedy}, or use "
+                        f"another model") from error

@@ -2,7 +2,7 @@
 
 Given:   Conv(x [n, channels, *sizes], W [width, channels, *patch]), strides equal to the patch
 Result:  Reshape, Transpose, Reshape of x to patches [n · patches, channels · patch]; GEMM;
-         Reshape, Transpose to [n, width, *patches]
+         Reshape, Transpose to [n, width, *patches]. A Slice leaves out elements in no patch.
 
 ONNX Runtime's convolution multiplies one image or patch at a time.
 """
@@ -51,7 +51,8 @@ def _check(node: gs.Node, settings: Settings) -> _Patches | NoMatch:
         return NoMatch("the convolution's windows overlap, or have gaps or padding", node)
     for sample in settings.image_samples:
         shape = sample.shape(x)
-        if shape is None or any(size % step for size, step in zip(shape[2:], patch, strict=True)):
+        if shape is None or any(size % step and not isinstance(known, int) for size, known, step in
+                                zip(shape[2:], x.shape[2:], patch, strict=True)):
             return NoMatch(f"an axis of {list(x.shape)} is not known to be a multiple of the patch "
                            f"{list(patch)}", x)
     return _Patches(node, patch)
@@ -59,7 +60,8 @@ def _check(node: gs.Node, settings: Settings) -> _Patches | NoMatch:
 
 def _rewrite(graph: gs.Graph, match: _Patches, settings: Settings) -> None:
     node, patch = match.node, match.patch
-    x, name, axes = node.inputs[0], node.outputs[0].name, len(match.patch)
+    name, axes = node.outputs[0].name, len(match.patch)
+    x = _whole_patches(graph, node.inputs[0], patch, name)
     width, channels = values_of(node.inputs[1]).shape[:2]
     counts: list[Size] = [size // step if isinstance(size, int) else f"(({size})//{step})"
                           for size, step in zip(x.shape[2:], patch, strict=True)]
@@ -90,6 +92,21 @@ def _rewrite(graph: gs.Graph, match: _Patches, settings: Settings) -> None:
     node.outputs.clear()
     graph.nodes.append(gs.Node(op="Transpose", name=name, inputs=[last], outputs=[result],
                                attrs={"perm": [0, axes + 1, *range(1, axes + 1)]}))
+
+
+def _whole_patches(graph: gs.Graph, x: gs.Tensor, patch: tuple[int, ...], name: str) -> gs.Tensor:
+    """The part of each axis that patches cover."""
+    sizes = [size - size % step if isinstance(size, int) else size
+             for size, step in zip(x.shape[2:], patch, strict=True)]
+    cut = [axis for axis, size in enumerate(sizes, 2) if size != x.shape[axis]]
+    if not cut:
+        return x
+    result = gs.Variable(f"{name}.whole", x.dtype, [*x.shape[:2], *sizes])
+    bounds = [gs.Constant(f"{result.name}.{what}", np.array(values)) for what, values in (
+        ("starts", [0] * len(cut)), ("ends", [sizes[axis - 2] for axis in cut]), ("axes", cut))]
+    graph.nodes.append(gs.Node(op="Slice", name=result.name, inputs=[x, *bounds],
+                               outputs=[result]))
+    return result
 
 
 class _Sizes:

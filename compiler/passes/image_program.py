@@ -39,7 +39,7 @@ from llmc.compiler.graph.rewrite import (
     values_of,
 )
 from llmc.compiler.graph.weights import Weight
-from llmc.compiler.passes.image_rows import between
+from llmc.compiler.passes.image_rows import between, join_columns
 from llmc.errors import LlmcError
 from llmc.plugins.gemm_bias_act.op import OP as GEMM
 from llmc.plugins.gemm_bias_res.op import OP as GEMM_RESIDUAL
@@ -107,6 +107,9 @@ class _Division:
         self._on_device = [node for node in graph.nodes if self._is_row_wise(node)]
         self._computed = {id(tensor) for node in self._on_device for tensor in node.outputs}
         self._of_rows = dependents(graph, self._computed)
+        self._on_device = [node for node in graph.nodes if self._joins_columns(node)
+                           or any(node is own for own in self._on_device)]
+        self._computed |= {id(tensor) for node in self._on_device for tensor in node.outputs}
         self._given: dict[int, gs.Variable] = {}  # inputs of the device, by the host's tensor
         self._names: dict[str, int] = {}
         self._host: list[gs.Tensor] = []
@@ -122,6 +125,12 @@ class _Division:
                   if not isinstance(tensor, gs.Constant)]
         return node.op in ELEMENTWISE and id(node.outputs[0]) in self._data \
             and all(shape is not None and len(shape) == 2 for shape in shapes)
+
+    def _joins_columns(self, node: gs.Node) -> bool:
+        return node.op == "Concat" and node.attrs["axis"] == -1 \
+            and len(node.inputs) <= MOST_JOINED and all(
+                id(tensor) in self._of_rows and len(tensor.shape or ()) == 2
+                for tensor in node.inputs)
 
     def divide(self) -> ImageParts:
         for node in self._on_device:
@@ -274,14 +283,13 @@ class _Division:
             self._nodes.append(gs.Node(op="Gather", name=made.name, attrs={"axis": 0},
                                        inputs=[source, rows], outputs=[made]))
             parts.append(made)
-        while len(parts) > 1:
-            some, parts = parts[:MOST_JOINED], parts[MOST_JOINED:]
-            made = gs.Variable(f"{some[0].name}.{len(parts)}", np.float32,
-                               [_ROWS, sum(int(own.shape[-1]) for own in some)])
-            self._nodes.append(gs.Node(op="Concat", name=made.name, attrs={"axis": -1},
-                                       inputs=some, outputs=[made]))
-            parts.insert(0, made)
         joined = parts[0]
+        if len(parts) > 1:
+            joined = gs.Variable(f"{tensor.name}.joined", np.float32,
+                                 [_ROWS, width * len(parts)])
+            made = gs.Graph(opset=plugins.OPSET)
+            join_columns(made, parts, joined)
+            self._nodes += made.nodes
         if np.array_equal(selection.columns, np.arange(len(selection.columns))):
             return joined
         ordered = gs.Variable(f"{joined.name}.ordered", np.float32, joined.shape)

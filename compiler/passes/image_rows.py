@@ -9,12 +9,13 @@ the nodes between two row-wise ops on numbered elements, for images of several s
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from llmc.artifacts.program import MOST_JOINED
 from llmc.compiler.graph.image_samples import ImageSample, Size, product
 from llmc.compiler.graph.names import PIXEL_VALUES
 from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, Piece, cone, data_tensors
@@ -27,6 +28,7 @@ from llmc.compiler.graph.rewrite import (
     apply_rules,
     attends,
     is_llmc,
+    producer,
     tidy,
 )
 from llmc.compiler.graph.verify import verify
@@ -57,20 +59,34 @@ class _Rows:
 
     def run(self) -> None:
         for node in list(self._graph.nodes):
-            row_wise = not attends(node) if is_llmc(node) else \
-                node.op in ELEMENTWISE and self._is_row_wise(node)
+            row_wise = not attends(node) if is_llmc(node) else self._splits_columns(node) or (
+                node.op in ELEMENTWISE and self._is_row_wise(node))
             if row_wise:
                 self._convert(node)
 
     def _is_row_wise(self, node: gs.Node) -> bool:
-        """Whether an elementwise op combines views of rows, and constants of one row."""
-        shape = list(node.outputs[0].shape or ())
+        """Whether an elementwise op combines views of rows, and constants of one row.
+
+        Sets the shape of its result if that is unknown.
+        """
+        output = node.outputs[0]
         given = [tensor for tensor in node.inputs if not isinstance(tensor, gs.Constant)]
         rows = [tensor for tensor in node.inputs if isinstance(tensor, gs.Constant)]
-        return any(id(tensor) in self._restored for tensor in given) \
-            and all(id(tensor) in self._data and list(tensor.shape or ()) == shape
-                    for tensor in given) \
-            and all(len(row.shape) <= 1 for row in rows)
+        if not any(id(tensor) in self._restored for tensor in given):
+            return False
+        shape = list(given[0].shape or ())
+        if not shape or any(id(tensor) not in self._data or list(tensor.shape or ()) != shape
+                            for tensor in given) \
+                or any(tuple(row.shape) not in ((), (1,), (shape[-1],)) for row in rows):
+            return False
+        if output.shape is None:
+            output.shape = shape
+        return list(output.shape) == shape
+
+    def _splits_columns(self, node: gs.Node) -> bool:
+        """Whether a node splits views of rows along columns."""
+        return node.op == "Split" and id(node.inputs[0]) in self._restored \
+            and node.attrs.get("axis", 0) in (-1, len(node.inputs[0].shape) - 1)
 
     def _convert(self, node: gs.Node) -> None:
         shapes = [tensor.shape for tensor in (*node.inputs, *node.outputs)
@@ -82,6 +98,8 @@ class _Rows:
         for index, tensor in enumerate(node.inputs):
             if id(tensor) in self._data and len(tensor.shape) > 2:
                 node.inputs[index] = self._as_rows(tensor)
+        if node.op == "Split":
+            node.attrs["axis"] = -1
         for index, tensor in enumerate(node.outputs):
             if len(tensor.shape) == 2:
                 continue
@@ -98,14 +116,41 @@ class _Rows:
         if id(tensor) not in self._rows:
             rows = gs.Variable(f"{tensor.name}.as_rows", tensor.dtype,
                                [product(tensor.shape[:-1]), tensor.shape[-1]])
-            self._reshape(tensor, rows, [-1, tensor.shape[-1]])
             self._rows[id(tensor)] = rows
+            parts = self._joined(tensor)
+            if parts:
+                join_columns(self._graph, [self._as_rows(part) for part in parts], rows)
+            else:
+                self._reshape(tensor, rows, [-1, tensor.shape[-1]])
         return self._rows[id(tensor)]
+
+    def _joined(self, tensor: gs.Tensor) -> list[gs.Tensor]:
+        """Tensors of as many rows whose columns a tensor joins; empty: it joins none."""
+        node = producer(tensor)
+        if node is None or node.op != "Concat" or node.attrs["axis"] not in (
+                -1, len(tensor.shape) - 1):
+            return []
+        return [*node.inputs] if all(
+            id(own) in self._data and own.shape is not None and isinstance(own.shape[-1], int)
+            and list(own.shape[:-1]) == list(tensor.shape[:-1]) for own in node.inputs) else []
 
     def _reshape(self, source: gs.Tensor, result: gs.Variable, shape: list[int]) -> None:
         self._graph.nodes.append(gs.Node(
             op="Reshape", name=f"{result.name}.view", outputs=[result],
             inputs=[source, gs.Constant(f"{result.name}.shape", np.array(shape))]))
+
+
+def join_columns(graph: gs.Graph, parts: Sequence[gs.Tensor], result: gs.Variable) -> None:
+    """Join the columns of tensors by nodes that the engine runs, see `MOST_JOINED`."""
+    waiting = [*parts]
+    while len(waiting) > 1:
+        some, waiting = waiting[:MOST_JOINED], waiting[MOST_JOINED:]
+        made = gs.Variable(f"{some[0].name}.{len(waiting)}", result.dtype,
+                           [result.shape[0], sum(int(own.shape[-1]) for own in some)]) \
+            if waiting else result
+        graph.nodes.append(gs.Node(op="Concat", name=made.name, attrs={"axis": -1},
+                                   inputs=some, outputs=[made]))
+        waiting.insert(0, made)
 
 
 def _dynamic(shape: Iterable[Size]) -> int:

@@ -88,7 +88,8 @@ class Op:
         serves: per target kind, the inputs that its body supports, if not all; the target's engine
             must not provide others.
         held_scores: per target kind, how many attention scores of a query and a key its body holds
-            at once, over all heads; 0: it computes them in tiles.
+            at once, over all heads; 0: it computes them in tiles. With the input key_starts, keys
+            are rows of encoder outputs.
         reference: the same function in float64 NumPy, of (attributes, inputs): independent truth.
         tolerance: maximum difference from `reference` relative to its range, in float32.
         samples: (random generator) to samples that cover every attribute and optional input.

@@ -409,7 +409,8 @@ class CpuEngine:
         start, past = first, int(step.past_lens[index])
         committed = first + int(step.commit_lens[index])
         while start < stop:
-            end = stop if whole else start + self._chunk_size(past + start - first, stop - start)
+            end = stop if whole else start + self._chunk_size(
+                past + start - first, stop - start, _memory_rows(step, index, index + 1))
             if committed < end < stop:
                 end = committed if start < committed else stop
             end = _range_end(step, end, past + end - first) if end < stop else end
@@ -427,18 +428,19 @@ class CpuEngine:
                 len(indices) > 0
             start = end
 
-    def _chunk_size(self, past: int, new: int) -> int:
+    def _chunk_size(self, past: int, new: int, memory_rows: int) -> int:
         """Number of tokens to run at once of `new` ones after `past`.
 
         At most MAX_CHUNK: memory grows with it, and speed does not. SmolLM2-135M on 3 ranks and 2
         cores prefilled 2,000 tokens in 3.6 to 3.9 s by chunks of 2,048 and in 3.8 s by chunks of
         512, with a peak of 886 and 748 MB. Fewer if attention materializes its scores, which also
-        grow with the number of positions.
+        grow with the number of positions, or with `memory_rows`, those of encoder outputs that
+        the sequence attends to.
         """
         if self._unchunked:  # all tokens of a text are pooled together
             return new
         size = min(new, self._max_tokens)
-        each = 4 * self._held_scores * (past + size)
+        each = 4 * max(self._held_scores * (past + size), self._held_memory_scores * memory_rows)
         return min(size, max(self._score_bytes // each, MIN_CHUNK)) if each else size
 
     def _pass_over(self, rows: np.ndarray, first: int, past_lens: np.ndarray,
@@ -462,18 +464,20 @@ class CpuEngine:
         """Ranges [start, end) of sequences to run at once.
 
         A group is all sequences with one new token; or initial chunks of prompts in adjacent rows,
-        with at most MAX_CHUNK tokens when padded; or a single later or longer chunk. A sequence
-        with bidirectional ranges is a separate group.
+        with at most MAX_CHUNK tokens when padded, and scores of encoder outputs within their limit;
+        or a single later or longer chunk. A sequence with bidirectional ranges is a separate group.
         """
         alone = _have_ranges(step)
         if step.num_decode:
             yield 0, step.num_decode
         start, lengths = step.num_decode, step.seq_lens
         for index in range(start + 1, step.batch_size + 1):
+            padded = int(lengths[start:index + 1].max()) * (index + 1 - start)
             fits = index < step.batch_size and not alone[index - 1:index + 1].any() and \
                 step.past_lens[index] == 0 and step.past_lens[index - 1] == 0 and \
                 step.slots[index] == step.slots[index - 1] + 1 and \
-                lengths[start:index + 1].max() * (index + 1 - start) <= self._max_tokens
+                padded <= self._max_tokens and 4 * self._held_memory_scores * padded * \
+                _memory_rows(step, start, index + 1) <= self._score_bytes
             if not fits:
                 yield start, index
                 start = index
@@ -574,7 +578,9 @@ class CpuEngine:
         facts = list(known.values())
         self.ops = {_COLLECTIVES[step.kind] for step in self._steps()
                     if isinstance(step, CollectiveStep)}
-        self._held_scores = max((fact["held_scores"] for fact in facts), default=0)
+        self._held_scores, self._held_memory_scores = (
+            max((fact[name] for fact in facts), default=0)
+            for name in ("held_scores", "held_memory_scores"))
         for fact in facts:
             self.ops.update(fact["ops"])
             cpu_sessions.check_versions(manifest, chip.path, fact["ops"])
@@ -718,6 +724,11 @@ def check_ops(manifest: Manifest, used: Set[str], drafts: bool) -> None:
 def _taken(values: np.ndarray, inside: slice) -> np.ndarray | None:
     """Some of a step's `rotary_positions` or `bidirectional_ranges`; None if it has none."""
     return values[inside] if len(values) else None
+
+
+def _memory_rows(step: Step, start: int, end: int) -> int:
+    """Most rows of encoder outputs that one of the sequences [start, end) attends to."""
+    return 0 if step.memory is None else int(step.memory.encoder_sequence_length[start:end].max())
 
 
 def _have_ranges(step: Step) -> np.ndarray:

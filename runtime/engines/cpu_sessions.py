@@ -44,18 +44,20 @@ def translate_errors(
 
 
 def facts(path: str, session: ort.InferenceSession) -> dict[str, Any]:
-    """Metadata of a graph: `ops`, `num_heads` and `held_scores`.
+    """Metadata of a graph: `ops`, `num_heads`, `held_scores` and `held_memory_scores`.
 
     Returns:
         Versions of its ops by name, heads of each self-attention, and the number of attention
-        scores per query and key that it materializes at once.
+        scores that it materializes at once: per query and key, and per query and row of encoder
+        outputs.
     """
     try:
         facts = json.loads(session.get_modelmeta().custom_metadata_map[FACTS])
         heads = list(facts["num_heads"])
         # Graphs of earlier releases lack held_scores; they hold at least one tensor of scores.
         held = int(facts.get("held_scores", max(heads, default=0)))
-        return {"ops": dict(facts["ops"]), "num_heads": heads, "held_scores": held}
+        return {"ops": dict(facts["ops"]), "num_heads": heads, "held_scores": held,
+                "held_memory_scores": int(facts.get("held_memory_scores", 0))}
     except (KeyError, TypeError, ValueError) as error:
         raise LlmcError(f"'{path}' has no valid metadata of its ops; compile the model again") \
             from error

@@ -22,12 +22,14 @@ from llmc.compiler.frontend import image, trace
 from llmc.compiler.frontend.image_export import export_image
 from llmc.compiler.frontend.image_masks import ImageMasks
 from llmc.compiler.graph.image_samples import ImageSample
-from llmc.compiler.graph.rewrite import Report, Settings, replace, values_of
+from llmc.compiler.graph.rewrite import Report, Settings, replace, tidy, values_of
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.lower import fuse_image, lower_image_device
 from llmc.compiler.options import CompileOptions
 from llmc.compiler.passes.image_patches import image_patches
 from llmc.compiler.passes.image_program import divide_image
+from llmc.compiler.passes.image_rows import image_rows
+from llmc.compiler.passes.image_softmax import image_softmax
 from llmc.compiler.targets.cuda import program_of
 from llmc.errors import LlmcError
 from llmc.plugins.gemm_bias_act.op import OP as GEMM
@@ -81,7 +83,7 @@ def exported(family):
     return model, export(model, SAMPLES[family][:-1])
 
 
-def fused(traced, model):
+def fused(traced, model, target="cpu"):
     """The graph after all passes, with the model's parameters; their reports; samples of inputs."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     graph = trace.to_graph(traced.proto, model.state_dict().keys())
@@ -90,7 +92,14 @@ def fused(traced, model):
             tensor._values = Weight.of(
                 parameters[tensor.name.removeprefix("model.")].detach().numpy(), tensor.name)
     samples = tuple(ImageSample.of(arrays, graph.inputs) for arrays in traced.inputs)
-    return graph, fuse_image(graph, Settings(64, 64, image_samples=samples)), samples
+    settings = Settings(64, 64, image_samples=samples, options=CompileOptions(target=target))
+    return graph, fuse_image(graph, settings), samples
+
+
+def run_graph(graph, values):
+    loaded = ort.InferenceSession(to_onnx(graph, {}, "cpu").SerializeToString(),
+                                  providers=["CPUExecutionProvider"])
+    return loaded.run(None, values)[0]
 
 
 def written(graph, directory):
@@ -126,6 +135,7 @@ def test_rows_of_other_encoders_are_those_of_transformers(family, tmp_path):
     *known, new = OTHERS[family]
     traced = export(model, known)
     graph, _, _ = fused(traced, model)
+    assert not {node.op for node in graph.nodes} & {"Conv", "Softmax"}
     for loaded in (session(traced.proto, model), written(graph, tmp_path)):
         for arrays in (*known, new):
             rows, = run_encoder(loaded, traced.computed, arrays)
@@ -139,6 +149,7 @@ MERGES = ("merged_rows", "merged_rows.1", "merged_rows.2", "merged_rows.3")
 PROGRAMS = {
     "llava": (["Gather"], ["patches", "position_rows", "cu_seqlens", "merged_rows"]),
     "internvl": (["Gather"] * 4 + ["Concat"], ["patches", "position_rows", "cu_seqlens", *MERGES]),
+    "gemma3": (["Gather"] * 4 + ["Concat"], ["patches", "position_rows", "cu_seqlens", *MERGES]),
     "mistral3": (["Gather"] * 4 + ["Concat", "Columns"], [
         "patches", "cu_seqlens", "cos", "sin", *MERGES]),
     "qwen3_vl": ((["Gather"] * 4 + ["Concat"]) * 2, [
@@ -152,7 +163,7 @@ PROGRAMS = {
 def test_a_program_for_gpus_gives_the_rows_of_transformers(family, dtype, tmp_path):
     """What the host computes, and the program by the NumPy interpreter, also of new sizes."""
     model, traced = exported(family)
-    graph, _, samples = fused(traced, model)
+    graph, _, samples = fused(traced, model, "cuda")
     parts, _ = lower_image_device(graph, Settings(64, 64, image_samples=samples, options=(
         CompileOptions(target="cuda", dtype=dtype))))
     program = program_of(parts.device, dtype, of_image=True)
@@ -179,8 +190,11 @@ def test_a_program_for_gpus_gives_the_rows_of_transformers(family, dtype, tmp_pa
 
 
 def test_a_checkpoint_with_tiles_has_a_program_for_gpus(tmp_path):
-    """Sizes that its samples give to the passes have the names of the exported graph."""
-    model = write_model("internvl", tmp_path)
+    """Sizes that samples give to the passes have the names of the exported graph.
+
+    Rows of its projector have an axis of tiles and two of a grid, and a gated activation.
+    """
+    model = write_model("aya_vision", tmp_path)
     processor = describe_processor(tmp_path, read_tokenizer(tmp_path), ("image",))
     tensors = {name: Weight.of(values.numpy(), name) for name, values in model.state_dict().items()}
     raw = export_image(model.config, tensors, "", processor, {}, None, ImageMasks())
@@ -188,7 +202,30 @@ def test_a_checkpoint_with_tiles_has_a_program_for_gpus(tmp_path):
     fuse_image(raw.graph, settings)
     parts, _ = lower_image_device(raw.graph, settings)
     assert not {node.op for node in parts.host.nodes} & {"Conv", "MatMul", "LayerNormalization"}
-    assert {node.op for node in parts.device.nodes} >= {"BidirectionalAttention", "GemmBiasRes"}
+    ops = {node.op for node in parts.device.nodes}
+    assert ops - plugins.registry().keys() == {"Gather", "Concat"}
+    assert ops >= {"BidirectionalAttention", "GemmBiasRes"}
+
+
+def test_rows_of_several_layers_are_joined_on_the_device():
+    """The rows of six layers; the engine joins four tensors at a time."""
+    x = gs.Variable("pixel_values", np.float32, [1, 6, 8])
+    layers = [gs.Variable(f"layer.{index}", np.float32, [1, 6, 4]) for index in range(6)]
+    joined = gs.Variable("joined", np.float32, [1, 6, 24])
+    mixed, y = gs.Variable("mixed", np.float32, [1, 6, 3]), gs.Variable("y", np.float32, [6, 3])
+    graph = gs.Graph(inputs=[x], outputs=[y], opset=plugins.OPSET)
+    for source, result, width in (*((x, own, 8) for own in layers), (joined, mixed, 24)):
+        replace(graph, GEMM, {"x": source, "weight": gs.Constant(f"{result.name}.weight", Weight.of(
+            pixels(result.shape[-1], width)))}, [result])
+    graph.nodes += [gs.Node("Concat", attrs={"axis": 2}, inputs=layers, outputs=[joined]),
+                    gs.Node("Reshape", inputs=[mixed, gs.Constant("shape", np.array([6, 3]))],
+                            outputs=[y])]
+    tidy(graph)
+    samples = (ImageSample({"pixel_values": pixels(1, 6, 8)}, {}),)
+    image_rows(graph, Settings(8, 8, image_samples=samples), Report("rows"))
+    parts = divide_image(graph, samples)
+    assert [node.op for node in parts.device.nodes if node.op != "GemmBiasAct"] == ["Concat"] * 2
+    assert [tensor.name for tensor in parts.device.inputs] == ["patches"]
 
 
 def test_rows_that_are_weighted_between_ops_are_refused():
@@ -223,6 +260,54 @@ def test_attention_that_is_not_rotated_as_positions_say_is_left(monkeypatch):
     report, = (report for report in reports if report.name == "image.attention")
     assert report.matches == {"image-attention": 0}
     assert "no rotary embedding" in report.refusals[0]
+
+
+def test_elements_in_no_patch_are_left_out(tmp_path):
+    x = gs.Variable("pixel_values", np.float32, [2, 3, 9, 8])
+    y = gs.Variable("y", np.float32, [2, 5, 2, 2])
+    weight = gs.Constant("w", Weight.of(pixels(5, 3, 4, 4)))
+    graph = gs.Graph([gs.Node("Conv", inputs=[x, weight], outputs=[y], attrs={
+        "strides": [4, 4], "kernel_shape": [4, 4]})], inputs=[x], outputs=[y], opset=plugins.OPSET)
+    values, report = {"pixel_values": pixels(2, 3, 9, 8)}, Report("patches")
+    expected, = written(graph, tmp_path).run(None, values)
+    image_patches(graph, Settings(8, 8, image_samples=(ImageSample(values, {}),)), report)
+    tidy(graph)
+    assert report.matches == {"patches": 1}
+    assert np.abs(written(graph, tmp_path).run(None, values)[0] - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize(("seen", "reason"), [
+    (np.ones((4, 4), bool), ""), (np.tri(4, dtype=bool), "do not attend to all patches")])
+def test_a_mask_that_hides_nothing_is_no_mask(seen, reason):
+    """Of two tiles with two heads and four patches, by the size of the pixels alone."""
+    x = gs.Variable("pixel_values", np.float32, [2, 2, 4, 8])
+    kind = {"q": (2, 2, 4, 8), "turned": (2, 2, 8, 4), "mask": (2, 1, 4, 4), "y": (2, 2, 4, 8),
+            **dict.fromkeys(("scores", "scaled", "masked", "weights"), (2, 2, 4, 4))}
+    by_name = {name: gs.Variable(name, np.float32, list(shape)) for name, shape in kind.items()}
+
+    def node(op, inputs, output, **attrs):
+        return gs.Node(op, inputs=[by_name.get(own, own) if isinstance(own, str) else
+                                   own if isinstance(own, gs.Tensor) else
+                                   gs.Constant(f"{output}.{index}", np.asarray(own))
+                                   for index, own in enumerate(inputs)],
+                       outputs=[by_name[output]], attrs=attrs)
+
+    graph = gs.Graph([
+        node("Identity", [x], "q"), node("Transpose", ["q"], "turned", perm=[0, 1, 3, 2]),
+        node("MatMul", ["q", "turned"], "scores"),
+        node("Mul", ["scores", np.float32(0.3)], "scaled"),
+        node("Expand", [seen[None, None], np.array([2, 1, 4, 4])], "mask"),
+        node("Where", ["mask", "scaled", np.float32(-1e30)], "masked"),
+        node("Softmax", ["masked"], "weights", axis=-1), node("MatMul", ["weights", "q"], "y"),
+    ], inputs=[x], outputs=[by_name["y"]], opset=plugins.OPSET)
+    by_name["mask"].dtype = bool
+    report, values = Report("softmax"), {"pixel_values": pixels(2, 2, 4, 8)}
+    before = run_graph(graph, values)
+    image_softmax(graph, Settings(8, 8, image_samples=(ImageSample(values, {}),)), report)
+    tidy(graph)
+    assert report.matches == {"image-softmax": int(not reason)}
+    assert not reason or reason in report.refusals[0]
+    assert np.abs(run_graph(graph, values) - before).max() < 1e-6
 
 
 def test_overlapping_patches_stay_a_convolution():

@@ -75,6 +75,18 @@ def test_features_are_named_before_the_export(family, tmp_path, no_export):
     assert "\n" not in str(caught.value)
 
 
+def test_packages_that_transformers_lacks_are_named(tiny_hf, tmp_path, no_export, monkeypatch):
+    def from_config(*_, **__):
+        raise ImportError("\nTimmWrapperModel requires the timm library but it was not found in "
+                          "your environment. You can install it with pip:\n`pip install timm`.")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", from_config)
+    with pytest.raises(llmc.LlmcError, match="as a causal LM: TimmWrapperModel requires the timm "
+                                             "library but it was not found in your environment; "
+                                             "install it, or use another model"):
+        llmc.compile(tiny_hf, tmp_path / "case")
+
+
 @pytest.mark.parametrize(("options", "match"), [
     (dict(target="abacus"), "unknown target 'abacus'; use one of: cpu"),
     (dict(dtype="float8"), "has no dtype 'float8'; supported: float32"),

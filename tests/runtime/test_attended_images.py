@@ -3,6 +3,7 @@
 import base64
 import json
 
+import families
 import numpy as np
 import pytest
 import torch
@@ -23,12 +24,13 @@ from server_process import serving
 from transformers.models.mllama import processing_mllama
 
 import llmc
-from llmc.artifacts.manifest import ImageMemory
+from llmc.artifacts.manifest import ImageMemory, read_manifest
 from llmc.cli import main
 from llmc.compiler.check.diff import diff
 from llmc.compiler.frontend import export
+from llmc.runtime import replica
 from llmc.runtime.core.image_memory import NO_IMAGES, prompt_memory
-from llmc.runtime.engines import image_encoder
+from llmc.runtime.engines import cpu, image_encoder
 from llmc.runtime.multimodal.items import MediaItem, PlaceholderRange
 
 ROWS = ImageMemory(tiles_per_image=4, rows_per_tile=3, width=1, max_seq_len=100)
@@ -280,6 +282,30 @@ def test_a_prompt_has_log_probabilities_but_of_its_images(model):
                 else:
                     assert own.chosen == pytest.approx(
                         float(scores[position - 1, token]), abs=1e-4)
+
+
+def test_chunks_are_shorter_where_layers_attend_to_many_rows(model, monkeypatch):
+    """Scores of 6 tokens and an image of two tiles, of four, fit; so prompts run one by one."""
+    reference, case = model
+    manifest = read_manifest(case)
+    rows = manifest.memory.tiles_per_image * manifest.memory.rows_per_tile
+    monkeypatch.setattr(cpu, "MIN_CHUNK", 5)
+    monkeypatch.setattr(cpu, "SCORE_BYTES", 4 * 3 * manifest.dims.num_heads * rows * 3)
+    config = replica.EngineConfig(4, 2048)
+    more = manifest.memory.model_copy(update={"max_seq_len": 2 * manifest.dims.max_seq_len})
+    assert replica.step_bytes(manifest.model_copy(update={"memory": more}), config) \
+        > replica.step_bytes(manifest, config)
+    with llmc.LLM(case) as llm:
+        parts, engine = [], families.ranks(llm)[0]
+        decode = engine._decode
+        monkeypatch.setattr(engine, "_decode", lambda part: parts.append((
+            len(part.cu_seqlens) - 1, len(part.input_ids))) or decode(part))
+        own = llm.processor.placeholders["image"]
+        prompt = {"prompt": f"{own}" + "what is it and where " * 5, "images": images(1)}
+        assert_all_generate(reference, llm, [prompt, {"prompt": f"see {own}", "images": images(1)},
+                                             {"prompt": f"a {own}", "images": images(1)}])
+    assert parts[:2] == [(1, 6), (1, 6)] and max(count for _, count in parts) == 6
+    assert {sequences for sequences, count in parts if count > 3} == {1}
 
 
 @pytest.mark.thorough

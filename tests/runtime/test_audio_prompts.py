@@ -5,44 +5,21 @@ import base64
 import numpy as np
 import pytest
 import soundfile
-import torch
-from audio_models import MODELS, WINDOW, clips, hours, write_model
+from audio_models import (
+    GREEDY,
+    MODELS,
+    WINDOW,
+    assert_generates,
+    clips,
+    hours,
+    prompts_of,
+    write_model,
+)
 from click.testing import CliRunner
 
 import llmc
 from llmc.cli import main
 from llmc.runtime.engines import image_encoder
-
-GREEDY = llmc.SamplingParams(max_tokens=10, temperature=0, ignore_eos=True, logprobs=0)
-
-
-def expected(model, prompt, count):
-    """Greedy tokens and their log-probabilities by transformers."""
-    arrays = [own.item.arrays for own in prompt.ranges]
-    given = {name: torch.from_numpy(np.concatenate([own[name] for own in arrays]))
-             for name in (arrays[0] if arrays else ())}
-    ids = torch.tensor([prompt.token_ids])
-    with torch.no_grad():
-        made = model.generate(ids, **given, attention_mask=torch.ones_like(ids),
-                              max_new_tokens=count, do_sample=False, eos_token_id=None,
-                              pad_token_id=0, output_logits=True, return_dict_in_generate=True)
-    return made.sequences[0, ids.shape[1]:].tolist(), \
-        [float(logits[0].double().log_softmax(-1).max()) for logits in made.logits]
-
-
-def assert_generates(model, llm, prompt, completion):
-    read = llm.media_prompt(prompt["prompt"], audio=prompt["audio"])
-    tokens, logprobs = expected(model, read, len(completion.token_ids))
-    assert list(completion.token_ids) == tokens
-    assert [own.chosen for own in completion.logprobs] == pytest.approx(logprobs, abs=1e-4)
-
-
-def prompts_of(llm):
-    """Prompts with 0, 1 and 3 clips of odd lengths."""
-    own = llm.processor.placeholders["audio"]
-    return [{"prompt": "hello there", "audio": []},
-            {"prompt": f"hear {own} now", "audio": clips(1)},
-            {"prompt": f"a {own} b {own} d {own} c", "audio": clips(3)}]
 
 
 @pytest.fixture

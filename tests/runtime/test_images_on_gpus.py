@@ -33,6 +33,10 @@ from llmc.runtime.engines.cuda_image_encoder import declare_image_program, limit
 COMMON = ("llava", 1)  # the others are thorough
 # Tokens of a step for bidirectional attention within an image or the whole prompt.
 STEPS = {"gemma4_large": 80, "paligemma": 80, "paligemma2": 80}
+# Encoders that the host runs as a whole: they pad patches (gemma4, got_ocr2, mllama), norm heads
+# (glm_ocr), rotate by complex numbers (llama4), or insert and interpolate rows of a canvas.
+ON_HOST = {"gemma4", "gemma4_large", "glm_ocr", "got_ocr2", "llama4", "llava_next",
+           "llava_onevision", "mllama"}
 # Chunks end within images, but for those with bidirectional attention.
 SHORT_STEPS = replace(LIMITS, max_tokens=24, max_slots=4)
 AHEAD = replace(SHORT_STEPS, ahead=2, max_drafts=15, proposes=True, prompt_lookup=True,
@@ -48,6 +52,8 @@ def test_families_generate_as_transformers(name, tp_size, tmp_path):
     model = write_model(name, tmp_path / "hf")
     llmc.compile(tmp_path / "hf", tmp_path / "case", tp_size=tp_size, target="cuda",
                  dtype="float32")
+    steps = [step.path for step in read_manifest(tmp_path / "case").image.steps]
+    assert steps == ["chip0/image.onnx", *(["chip0/image.json"] * (name not in ON_HOST))]
     with interpreted(tmp_path / "case", replace(
             SHORT_STEPS, max_tokens=STEPS.get(name, SHORT_STEPS.max_tokens))) as llm:
         prompts = prompts_of(llm)

@@ -42,6 +42,7 @@ from llmc.plugins.attention.op import (
     _queries,
     _scale,
     check_heads,
+    held_scores,
     rotated,
 )
 from llmc.plugins.roles import Attention, ByHeads, Columns
@@ -259,6 +260,11 @@ def _cpu_cross(fields: Fields) -> str:
         "out = Gather<axis=0>(rows, place)"])
 
 
+def _cpu_held_scores(fields: Fields, present: frozenset[str]) -> int:
+    """Cross-attention holds products, masked scores and weights; texts are not chunked."""
+    return held_scores(fields) if "key_starts" in present else 0
+
+
 def _cpu_bias(fields: Fields, present: frozenset[str]) -> tuple[list[str], str]:
     """Return lines for what is added to scores, [1, num_heads or 1, S, S], and its name or ""."""
     lines, biases = ["j = Identity(step)"], []
@@ -409,6 +415,7 @@ OP = Op(
     columns=(Columns("query"), Columns("key"), Columns("value")),
     body=_body,
     bodies={"cpu": _cpu},
+    held_scores={"cpu": _cpu_held_scores},
     float32_inputs=frozenset({"distance_bias", "cos", "sin", "q_norm", "k_norm"}),
     integer_inputs=frozenset({"cu_seqlens", "key_starts", "key_lens"}),
     core_most={"head_dim": 256},
