@@ -1479,6 +1479,19 @@ def require_causal_lm(manifest: Manifest, command: str) -> None:
                         f"'{manifest.source.architecture}'; give a causal LM")
 
 
+def require_speech(manifest: Manifest) -> EncoderInfo:
+    """Return the encoder of a model that transcribes speech.
+
+    Raises:
+        LlmcError: its encoder reads no audio.
+    """
+    encoder = manifest.encoder
+    if encoder is None or encoder.features is None:
+        raise LlmcError(f"'{manifest.source.architecture}' does not transcribe speech; give an "
+                        f"encoder-decoder model of audio, such as Whisper")
+    return encoder
+
+
 def prompt_vocab_size(manifest: Manifest, command: str) -> int:
     """Return the number of tokens that prompts have, those of the encoder if there is one.
 
@@ -1487,8 +1500,10 @@ def prompt_vocab_size(manifest: Manifest, command: str) -> int:
     """
     size = (manifest.encoder or manifest.dims).vocab_size
     if size is None:
+        remedy = "measure it with --audio SECONDS" if command == "bench" else \
+            "give a model of text"
         raise LlmcError(f"llmc {command} does not support encoders of audio such as that of "
-                        f"'{manifest.source.architecture}'; give a model of text")
+                        f"'{manifest.source.architecture}'; {remedy}")
     return size
 
 

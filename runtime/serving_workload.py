@@ -95,6 +95,9 @@ def read_workload(llm: LLM, source: str, rate: float, shared_prefix: int = 0,
         raise LlmcError(f"'{source}' has no number of requests; write it like random:512")
     elif images is not None:
         raise LlmcError(f"--images is given with '{source}'; name its images in the file")
+    elif shared_prefix:
+        raise LlmcError(f"--shared_prefix is given with '{source}'; leave it out, or give "
+                        f"random:N")
     else:
         requests = read_requests(llm, read_lines(source), SamplingParams())
         problem = next((own.answer["error"] for own in requests if "error" in own.answer), None)

@@ -321,6 +321,12 @@ def test_the_table_of_drafts_fits_80_columns(case_tp1, monkeypatch, drafts, leng
     (["--requests", "random:3", "--request_rate", "0"], "--request_rate is 0.0, expected more"),
     (["--requests", "random:3", "--shared_prefix", "64"], "shared_prefix 64 leaves no room in 64"),
     (["--requests", "random:3", "--block_size", "5"], "block_size 5 is not a power of two"),
+    (["--requests", "random:3", "--batch_size", "2"], "--batch_size has no effect with --requests"),
+    (["--requests", "random:3", "--runs", "2"], "--runs has no effect with --requests and without"),
+    (["--requests", __file__, "--shared_prefix", "4"], "--shared_prefix is given with"),
+    (["--request_rate", "3"], "--request_rate has no effect without --requests"),
+    (["--audio", "3", "--input_output_len", "4,4"], "--input_output_len has no effect with"),
+    (["--prefix_reuse"], "--prefix_reuse has no effect without --requests"),
 ])
 def test_an_invalid_serving_workload_is_refused(case_tp1, arguments, message):
     result = run("bench", "--case_dir", case_tp1, *arguments)
@@ -558,7 +564,9 @@ def test_every_verb_takes_dir_or_case_dir(case_tp1, verb, arguments):
 
 def test_errors_come_without_the_inference_info(case_tp1):
     for arguments in (["--prompt", ""], ["--prompt", "the", "--logit_bias", "999=1"],
-                      ["--prompt", "the " * 99], ["--prompt", "the", "--device", "0,0"]):
+                      ["--prompt", "the " * 99], ["--prompt", "the", "--device", "0,0"],
+                      ["--audio", "x.wav"], ["--prompt", "the", "--max_loras", "2"],
+                      ["--prompt", "the", "--length_penalty", "0.5"]):
         result = run("run", case_tp1, *arguments)
         assert result.exit_code == 2 and result.stdout == ""
         assert "Inference info" not in result.stderr and "error: " in result.stderr

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,6 +20,7 @@ from llmc.cli.options import (
     require_case_dir,
 )
 from llmc.cli.progress import Meter, ProgressBar
+from llmc.cli.sampling import is_given
 from llmc.cli.signals import sigterm_as_interrupt
 from llmc.errors import LlmcError
 
@@ -72,13 +74,11 @@ def bench_command(directory: Path | None, case_dir: Path | None, batch_size: str
     from llmc.runtime.random_images import RandomImages
 
     case_dir = require_case_dir(directory, case_dir)
+    _check_options(requests, images, audio_seconds, loading)
     pictures = None if images is None else RandomImages.parse(images)
     if runs < 1:
         raise LlmcError(f"--runs is {runs}, expected at least 1; give a larger number")
     if audio_seconds is not None:
-        if requests is not None or images is not None:
-            raise LlmcError(f"--{'images' if requests is None else 'requests'} is given with "
-                            f"--audio; give only one")
         _bench_speech(case_dir, device, loading, batch_size, audio_seconds, runs, as_json)
         return
     if requests is not None:
@@ -98,19 +98,42 @@ def bench_command(directory: Path | None, case_dir: Path | None, batch_size: str
         click.echo(json.dumps([dataclasses.asdict(row) for row in rows]))
         return
     table = Table()
-    times = ("preprocess(ms)",) if pictures else ()
-    for name in ("batch", "input", "output", "tokens/s", "latency(ms)", "TTFT(ms)", "TPOT(ms)",
-                 *times):
+    for name in ("batch", "input", "output", "tokens/s", "latency(ms)", "TTFT(ms)", "TPOT(ms)"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(str(row.batch), str(row.input_length), str(row.output_length),
                       *(f"{value:.2f}" for value in (
-                          row.tokens_per_sec, row.latency_ms, row.tctx_ms, row.tgen_ms,
-                          row.preprocess_ms) if value is not None))
+                          row.tokens_per_sec, row.latency_ms, row.tctx_ms, row.tgen_ms)))
     console = Console()
     console.print(table)
+    if pictures is not None:
+        console.print(f"preprocess: {median(row.preprocess_ms or 0 for row in rows):.2f} ms per "
+                      f"prompt")
     if loading["speculate"] != "off":
         console.print(_speculation_table(rows))
+
+
+def _check_options(requests: str | None, images: str | None, audio_seconds: float | None,
+                   loading: dict[str, Any]) -> None:
+    """Refuse options that have no effect on the selected benchmark."""
+    unused: tuple[str, ...]
+    if audio_seconds is not None:
+        if requests is not None or images is not None:
+            raise LlmcError(f"--{'images' if requests is None else 'requests'} is given with "
+                            f"--audio; give only one")
+        unused, selected = ("input_output_len", "request_rate", "shared_prefix"), "with --audio"
+    elif requests is not None:
+        unused, selected = ("batch_size", "input_output_len"), "with --requests"
+        if loading["speculate"] == "off":
+            unused, selected = (*unused, "runs"), "with --requests and without --speculate"
+    else:
+        unused, selected = ("request_rate", "shared_prefix"), "without --requests"
+    found = next((name for name in unused if is_given(name)), None)
+    if found is not None:
+        raise LlmcError(f"--{found} has no effect {selected}; leave it out")
+    if requests is None and is_given("prefix_reuse") and loading["prefix_reuse"]:
+        raise LlmcError("--prefix_reuse has no effect without --requests, as prefix caching would "
+                        "skip the prefill that is measured; leave it out")
 
 
 def _speculation_table(rows: Sequence[Row]) -> Table:

@@ -86,7 +86,7 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
     model prints the text of --audio; a model that takes audio in prompts answers each prompt about
     it.
     """
-    from llmc.artifacts.manifest import read_manifest
+    from llmc.artifacts.manifest import read_manifest, require_speech
     from llmc.runtime.core.llm import LLM
     from llmc.runtime.prompt_file import read_lines
 
@@ -102,6 +102,11 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
     if prompt_file is not None and images:
         raise LlmcError("both --image and --prompt_file are given; name pictures in the file's "
                         "requests, as images or in messages")
+    if not is_given("beam_width") and (unused := next(
+            (name for name in ("length_penalty", "diversity_rate", "early_stopping")
+             if is_given(name)), None)):
+        raise LlmcError(f"--{unused} is given without --beam_width, which it needs; give both, or "
+                        f"leave it out")
     case_dir, configured = _resolve_case(directory, case_dir, hf_dir)
     if tp_size is not None and configured not in (None, tp_size):
         raise LlmcError(f"--tp_size is {tp_size}, but tensor_parallel in the config of '{hf_dir}' "
@@ -111,17 +116,28 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
     if expected not in (None, manifest.tp_size):
         raise LlmcError(f"tp_size is {expected}, but '{case_dir}' was compiled with tp_size "
                         f"{manifest.tp_size}; use that, or compile again")
-    if manifest.pooling is not None and chat:
-        raise LlmcError(f"--chat is given, but '{case_dir}' was compiled for task "
-                        f"{manifest.pooling.task}; leave it out")
-    if manifest.pooling is not None and images:
-        raise LlmcError(f"--image is given, but '{case_dir}' was compiled for task "
-                        f"{manifest.pooling.task}; leave it out")
+    if loading["adapters"] == {} and (lonely := next(
+            (name for name in ("max_loras", "max_lora_rank") if is_given(name)), None)):
+        raise LlmcError(f"--{lonely} is given without --lora_modules; give adapters, or leave it "
+                        f"out")
+    if manifest.pooling is not None:
+        unused = next((name for name in ("chat", "image", "adapter", *options)
+                       if is_given("images" if name == "image" else name)), None)
+        if unused is not None:
+            raise LlmcError(f"--{unused} is given, but '{case_dir}' was compiled for task "
+                            f"{manifest.pooling.task}; leave it out")
     audio: Sequence[Path] = ()
     if speech is not None and manifest.audio is not None:
         audio, speech = audio_of_prompts(speech, manifest), None
-    if speech is not None and (chat or images):
-        raise LlmcError(f"--{'chat' if chat else 'image'} is given with --audio; leave one out")
+    if speech is not None:
+        require_speech(manifest)
+        unused = next((name for name, given in (("chat", chat), ("image", images),
+                                                ("adapter", adapter)) if given), None)
+        if unused is not None:
+            raise LlmcError(f"--{unused} is given with --audio; leave one out")
+        if len(prompts) > 1:
+            raise LlmcError(f"{len(prompts)} prompts are given with --audio; give one, which "
+                            f"precedes each file, or none")
     params = sampling_params(options, manifest if generation_config == "auto" else None)
     if str(prompt_file) == "-" and sys.stdin.isatty():
         click.echo("JSON requests, one per line; end them with Ctrl-D:", err=True)
@@ -137,11 +153,11 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
         prompts = prompts or _read_prompts()
     failed = 0
     with sigterm_as_interrupt(), LLM(case_dir, device=device, **loading) as llm:
-        writes_json = as_json or lines is not None or manifest.pooling is not None
+        writes_json = as_json or lines is not None or manifest.pooling is not None or \
+            speech is not None
         meter = Meter(lambda: click.echo(info, err=writes_json))
         if speech is not None:
-            click.echo(info, err=True)
-            rate = run_speech(llm, speech, prompts, params, as_json)
+            rate = run_speech(llm, speech, prompts, params, as_json, meter)
         elif llm.manifest.pooling is not None:
             failed = _run_pooled(llm, lines, prompts, meter)
         elif talk:
@@ -268,8 +284,8 @@ def _log(path: str, text: str) -> None:
             with open(path, "a", encoding="utf-8") as log:
                 log.write(text)
         except OSError as error:
-            raise LlmcError(f"--log_file '{path}' cannot be written ({error}); give another "
-                            f"file") from error
+            raise LlmcError(f"--log_file '{path}' cannot be written "
+                            f"({error.strerror or error}); give another file") from error
 
 
 def _inference_info(hf_dir: Path | None, case_dir: Path, max_tokens: int, tp_size: int,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmc.cli.options import Command, completes
+from llmc.cli.progress import Meter
 from llmc.cli.sampling import is_given
 from llmc.errors import CheckFailed, LlmcError
 
@@ -116,34 +117,37 @@ def speech_params(params: SamplingParams, manifest: Manifest) -> SamplingParams:
 
 
 def run_speech(llm: LLM, speech: SpeechInput, prompts: Sequence[str], params: SamplingParams,
-               as_json: bool) -> str:
+               as_json: bool, meter: Meter) -> str:
     """Print the text of each file; return a line with the time that it took.
 
+    Args:
+        meter: begins before the first output.
+
     Raises:
-        LlmcError: there are several prompts, or see `LLM.transcribe`.
+        LlmcError: see `LLM.transcribe`.
         CheckFailed: some of several files failed.
     """
-    if len(prompts) > 1:
-        raise LlmcError(f"{len(prompts)} prompts are given with --audio; give one, which precedes "
-                        f"each file, or none")
-    results: dict[Path, Transcription | LlmcError] = {}
+    results: list[Transcription | LlmcError] = []
     started = time.perf_counter()
     for index, path in enumerate(speech.files):
-        if len(speech.files) > 1 and not as_json:
-            click.echo(f"[{index}] {path}")
+        if len(speech.files) > 1:
+            meter.begin()
+            if not as_json:
+                click.echo(f"[{index}] {path}")
         try:
-            results[path] = _transcribe(llm, path, speech, "".join(prompts), params, as_json)
+            results.append(_transcribe(llm, path, speech, "".join(prompts), params, as_json,
+                                       meter))
         except LlmcError as error:
             if len(speech.files) == 1:
                 raise
-            results[path] = error
+            results.append(error)
             click.echo(f"Error: {error}", err=True)
     if as_json:
         click.echo(json.dumps({"transcriptions": [
             {"audio": str(path), **(dataclasses.asdict(result) if not isinstance(
                 result, LlmcError) else {"error": str(result)})}
-            for path, result in results.items()]}))
-    done = [own for own in results.values() if not isinstance(own, LlmcError)]
+            for path, result in zip(speech.files, results, strict=True)]}))
+    done = [own for own in results if not isinstance(own, LlmcError)]
     if len(done) < len(results):
         raise CheckFailed(f"{len(results) - len(done)} of {len(results)} audio files failed; see "
                           f"their errors")
@@ -153,11 +157,12 @@ def run_speech(llm: LLM, speech: SpeechInput, prompts: Sequence[str], params: Sa
 
 
 def _transcribe(llm: LLM, path: Path, speech: SpeechInput, prompt: str, params: SamplingParams,
-                as_json: bool) -> Transcription:
+                as_json: bool, meter: Meter) -> Transcription:
     """Transcribe a file, and print its text unless it is printed as JSON."""
     for chunk in llm.stream_transcription(
             path, language=speech.language, task=speech.task, timestamps=speech.timestamps,
             prompt=prompt, params=params, options=speech.options):
+        meter.begin()
         if not as_json:
             _print_chunk(chunk.text, chunk.segments if speech.timestamps else None)
     if not as_json and not speech.timestamps:

@@ -66,6 +66,7 @@ from llmc.runtime.core.request import (
 )
 from llmc.runtime.core.scheduler import MOST_PRIORITY, Scheduler
 from llmc.runtime.core.session import Session
+from llmc.runtime.core.step import EncoderInput
 from llmc.runtime.core.transcription import (
     Audio,
     Transcriber,
@@ -254,8 +255,7 @@ class _Loaded:
                 encodes = self.manifest.mem_max_seq_len > 0
                 dims = self.manifest.dims
                 planner = plan_drafts(engine, speculation, dims.max_seq_len, dims.vocab_size,
-                                      source=NO_IMAGES if self.manifest.memory else
-                                      [0] if encodes else None)
+                                      source=_short_source(self.manifest))
                 self._loops.append(Loop(
                     engine, Scheduler(engine.limits, config.max_num_batched_tokens,
                                       max_itl=max_itl, reuse=prefix_reuse, drafts=planner,
@@ -1035,6 +1035,16 @@ class _Alarm:
             events, self._events = self._events, []
         for event in events:
             event.set()
+
+
+def _short_source(manifest: Manifest) -> EncoderInput | None:
+    """The shortest input of the encoder, to time decoding steps with; None without an encoder."""
+    if manifest.memory:
+        return NO_IMAGES
+    if not manifest.mem_max_seq_len:
+        return None
+    features = manifest.encoder and manifest.encoder.features
+    return np.zeros((1, features.width), np.float32) if features else [0]
 
 
 def _read_adapters(manifest: Manifest, case_dir: Path, adapters: object, max_rank: object,

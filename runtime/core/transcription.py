@@ -15,7 +15,14 @@ from typing import Literal
 import numpy as np
 
 from llmc.artifacts.case_files import read_bounded
-from llmc.artifacts.manifest import PROCESSOR, EncoderInfo, FeatureRows, Manifest, SpeechInfo
+from llmc.artifacts.manifest import (
+    PROCESSOR,
+    EncoderInfo,
+    FeatureRows,
+    Manifest,
+    SpeechInfo,
+    require_speech,
+)
 from llmc.errors import LlmcError, reason_of, shown
 from llmc.runtime.core.request import (
     Completion,
@@ -214,11 +221,7 @@ class Transcriber:
         Raises:
             LlmcError: its encoder reads no audio.
         """
-        encoder = self._manifest.encoder
-        if encoder is None or encoder.features is None:
-            raise LlmcError(f"'{self._manifest.source.architecture}' does not transcribe speech; "
-                            f"give an encoder-decoder model of audio, such as Whisper")
-        return encoder
+        return require_speech(self._manifest)
 
     @property
     def extractor(self) -> WhisperFeatureExtractor:
@@ -245,7 +248,7 @@ class Transcriber:
         assert encoder.features is not None
         if not isinstance(prompt, str):
             raise LlmcError(f"prompt is {shown(prompt)}; give a text")
-        options = options or SpeechOptions()
+        params, options = self._params(params), options or SpeechOptions()
         speech = encoder.speech or SpeechInfo()
         known = self._language(speech, language)
         task_id = self._task(speech, task)
@@ -260,7 +263,7 @@ class Transcriber:
         start += [task_id] if task_id is not None else []
         if stamps is None and speech.no_timestamps_token_id is not None:
             start.append(speech.no_timestamps_token_id)
-        windows = _Windows(self._reader, rows, start, self._params(params), options, speech,
+        windows = _Windows(self._reader, rows, start, params, options, speech,
                            stamps, self._manifest.tokenizer.eos_token_ids)
         segments: list[Segment] = []
         conditions, seek = options.condition_on_prev_tokens, 0
@@ -303,7 +306,8 @@ class Transcriber:
         try:
             return load_audio(read_bounded(Path(audio), MAX_AUDIO_BYTES), rate)
         except (OSError, ValueError) as error:
-            raise LlmcError(f"'{audio}' cannot be read ({reason_of(error)}); give a path of an "
+            reason = getattr(error, "strerror", None) or reason_of(error)
+            raise LlmcError(f"'{audio}' cannot be read ({reason}); give a path of an "
                             f"audio file") from error
 
     def _features(self, waveform: Waveform, rows: FeatureRows) -> np.ndarray:
@@ -376,6 +380,8 @@ class Transcriber:
 
     def _params(self, params: SamplingParams | None) -> SamplingParams:
         """Sampling parameters: by default greedy, with the model's suppressed tokens."""
+        if params is not None and params.n > 1:
+            raise LlmcError(f"n is {params.n}, but audio has one transcription; leave it out")
         default = self._reader.default_params
         given = params or replace(default, temperature=0.0,
                                   max_tokens=self._reader.max_model_len)

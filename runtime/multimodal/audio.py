@@ -69,8 +69,10 @@ def _decode(data: bytes, max_seconds: float) -> tuple[Waveform, int]:
     try:
         file = soundfile.SoundFile(BytesIO(data))
     except (soundfile.SoundFileError, RuntimeError, TypeError, ValueError) as error:
-        raise LlmcError(f"{len(data)} bytes are no audio ({reason_of(error)}); give a file in one "
-                        f"of the formats WAV, FLAC, MP3, OGG or AIFF") from error
+        # soundfile's own text names the object that it was given.
+        reason = getattr(error, "error_string", None) or reason_of(error)
+        raise LlmcError(f"{len(data)} bytes are no audio ({reason.rstrip('.')}); give a file in "
+                        f"one of the formats WAV, FLAC, MP3, OGG or AIFF") from error
     with file:
         rate = file.samplerate
         if not MIN_RATE <= rate <= MAX_RATE:

@@ -100,6 +100,9 @@ def test_bench_gives_each_prompt_new_images(case, red):
                  "8,2", "--runs", 1, "--json")
     row, = json.loads(result.stdout)
     assert row["preprocess_ms"] > 0 and row["tokens_per_sec"] > 0
+    shown = run("bench", case, "--images", "1x40x30", "--batch_size", 1, "--input_output_len",
+                "8,2", "--runs", 1).stdout
+    assert "preprocess: " in shown and "…" not in shown
     result = run("bench", case, "--images", "1x40x30", "--requests", "random:2", "--json")
     assert json.loads(result.stdout)["requests"] == 2
     for arguments, reason in (

@@ -290,6 +290,12 @@ def test_run_prints_vectors_of_a_prompt_file(made, bert):
             "line 5: expected an object with one of prompt" in bad[1]["error"]] == [True, True]
 
 
+def test_run_refuses_options_of_generation(made):
+    result = run("run", made[0] / "bert.case", "--prompt", "a", "--temperature", 0.5)
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.startswith("error: --temperature is given, but ")
+
+
 def test_inspect_shows_the_task(made):
     result = run("inspect", made[0] / "tokens.case")
     assert "task token_classify: pooling none, width 3, labels LABEL_0, LABEL_1" in \

@@ -271,7 +271,7 @@ def test_commands_of_text_refuse_a_model_of_audio(tiny_speech):
     case = str(tiny_speech[2])
     for arguments, match in (
             (("bench", "--batch_size", "1", "--input_output_len", "4,2", "--runs", "1"),
-             "llmc bench does not support encoders of audio"),
+             "; measure it with --audio SECONDS"),
             (("run", "--prompt", "w5"), "reads audio and no text; use transcribe")):
         result = CliRunner().invoke(main, [arguments[0], "--case_dir", case, *arguments[1:]])
         assert result.exit_code == 2 and match in result.stderr
@@ -317,21 +317,37 @@ def test_run_transcribes_the_other_files_if_one_is_damaged(tiny_speech, files):
     assert [("error" in own, "text" in own) for own in found] == [
         (False, True), (True, False), (False, True)]
     alone = invoke("run", case, "--audio", files / "bad.wav")
-    assert alone.exit_code == 2 and "8 bytes are no audio" in alone.stderr
+    assert alone.exit_code == 2 and alone.stderr.startswith("error: 8 bytes are no audio (Format ")
+    assert "object at" not in alone.stderr
+
+
+def test_a_file_that_is_given_twice_is_transcribed_twice(tiny_speech, files):
+    found = json.loads(invoke("run", tiny_speech[2], *("--audio", files / "a.wav") * 2,
+                              "--json").stdout)["transcriptions"]
+    assert len(found) == 2 and found[0] == found[1]
+
+
+def test_drafts_of_text_do_not_change_a_transcription(tiny_speech, files):
+    plain, drafted = (invoke("run", tiny_speech[2], "--audio", files / "a.wav", "--speculate", own)
+                      for own in ("off", "ngram"))
+    assert drafted.exit_code == 0 and drafted.stdout == plain.stdout != ""
 
 
 @pytest.mark.parametrize(("arguments", "match"), [
     (("--language", "en"), "--language is given without --audio"),
     (("--audio", "x.wav", "--chat"), "--chat is given with --audio"),
+    (("--audio", "x.wav", "--adapter", "a"), "--adapter is given with --audio"),
+    (("--audio", "x.wav", "--n", "2"), "n is 2, but audio has one transcription"),
     (("--audio", "x.wav", "--prompt", "a", "--prompt", "b"), "2 prompts are given with --audio"),
     (("--audio", "x.wav", "--fallback_temperatures", "a"), "expected numbers; give a list such"),
     (("--audio", "x.wav", "--no_speech_threshold", "0.6"), "without logprob_threshold"),
     (("--audio", "x.wav", "--language", "fr"), "language 'fr' is not supported"),
-    (("--audio", "x.wav"), "'x.wav' cannot be read"),
+    (("--audio", "x.wav"), "'x.wav' cannot be read (No such file or directory); give"),
 ])
 def test_run_refuses_wrong_options_of_audio(arguments, match, tiny_speech):
     result = invoke("run", tiny_speech[2], *arguments)
     assert result.exit_code == 2 and match in result.stderr
+    assert result.stderr.startswith("error: ")
 
 
 def test_bench_measures_the_real_time_factor(tiny_speech, case_tp1):

@@ -37,6 +37,7 @@ def create(speech_server, response_format, **fields):
 
 
 def test_the_formats_have_the_text_and_its_times(speech_server, expected):
+    assert speech_server.client.models.list().data[0].input_modalities == ["audio"]
     answer = create(speech_server, "json")
     assert answer.text == expected.text and answer.usage.seconds == pytest.approx(1.8)
     assert create(speech_server, "text").strip() == expected.text
