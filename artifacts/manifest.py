@@ -1016,6 +1016,12 @@ class Manifest(_Frozen):
         return self.chips[0].audio
 
     @property
+    def features(self) -> FeatureRows | None:
+        """Features of audio that the encoder of an encoder-decoder model reads; None: it does not.
+        """
+        return None if self.encoder is None else self.encoder.features
+
+    @property
     def media(self) -> dict[Modality, ImageEncoderProgram | AudioEncoderProgram]:
         """Encoders of items of prompts by kind."""
         known: dict[Modality, ImageEncoderProgram | AudioEncoderProgram | None] = {
@@ -1485,11 +1491,10 @@ def require_speech(manifest: Manifest) -> EncoderInfo:
     Raises:
         LlmcError: its encoder reads no audio.
     """
-    encoder = manifest.encoder
-    if encoder is None or encoder.features is None:
+    if manifest.encoder is None or manifest.features is None:
         raise LlmcError(f"'{manifest.source.architecture}' does not transcribe speech; give an "
                         f"encoder-decoder model of audio, such as Whisper")
-    return encoder
+    return manifest.encoder
 
 
 def prompt_vocab_size(manifest: Manifest, command: str) -> int:

@@ -36,6 +36,11 @@ def reason_of(error: BaseException) -> str:
     return shortened(lines[0] if lines else repr(error), MAX_REASON)
 
 
+def reason_of_file(error: BaseException) -> str:
+    """The system's reason why a file cannot be used, without its path; else as `reason_of`."""
+    return getattr(error, "strerror", None) or reason_of(error)
+
+
 class _Shown(reprlib.Repr):
     """A repr that cuts long strings at a word."""
 

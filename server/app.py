@@ -599,13 +599,11 @@ class Api:
 
 def _described(model: Model, adapter: str | None) -> dict[str, Any]:
     """Return the entry of a model, or of one of its adapters."""
-    encoder = model.llm.manifest.encoder
-    speech = encoder is not None and encoder.features is not None
     return {"id": adapter or model.name, "object": "model", "created": model.created,
             "owned_by": "llmc", "root": model.name,
             "parent": None if adapter is None else model.name,
             "max_model_len": model.llm.max_model_len,
-            "input_modalities": ["audio"] if speech else
+            "input_modalities": ["audio"] if model.llm.manifest.features else
             ["text", *(model.media.modalities if model.media else ())]}
 
 

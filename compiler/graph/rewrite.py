@@ -17,7 +17,7 @@ import onnx_graphsurgeon as gs
 from llmc import plugins
 from llmc.compiler.graph.embeds import DEEP_EMBEDS, TOKEN_EMBEDS
 from llmc.compiler.graph.expert_products import EXPERTS_DOWN, EXPERTS_UP
-from llmc.compiler.graph.image_samples import ImageSample
+from llmc.compiler.graph.image_samples import ImageSample, Size
 from llmc.compiler.graph.notes import Context, CountedNote, PassNote
 from llmc.compiler.graph.recurrence import CONVOLUTION, RECURRENCE
 from llmc.compiler.graph.sdpa import MODEL_CACHE, SDPA
@@ -451,6 +451,24 @@ def replace(graph: gs.Graph, op: Op, inputs: Mapping[str, gs.Tensor | None],
                    inputs=arranged(op, inputs), outputs=list(outputs))
     graph.nodes.append(node)
     return node
+
+
+def reshaped(graph: gs.Graph, x: gs.Tensor, name: str,
+             shape: gs.Tensor | np.ndarray | Sequence[int],
+             sizes: Sequence[Size] | None = None) -> gs.Variable:
+    """Add a Reshape.
+
+    Args:
+        x: its input.
+        name: of the result.
+        shape: a tensor or numbers; one may be -1.
+        sizes: of the result's axes; None: not known.
+    """
+    result = gs.Variable(name, x.dtype, None if sizes is None else list(sizes))
+    given = shape if isinstance(shape, gs.Tensor) else \
+        gs.Constant(f"{name}.shape", np.array(shape, np.int64))
+    graph.nodes.append(gs.Node(op="Reshape", name=name, inputs=[x, given], outputs=[result]))
+    return result
 
 
 def arranged(op: Op, inputs: Mapping[str, gs.Tensor | None]) -> list[gs.Tensor]:

@@ -22,6 +22,7 @@ from llmc.compiler.graph.rewrite import (
     Settings,
     apply_rules,
     replace,
+    reshaped,
     values_of,
     weight,
 )
@@ -70,7 +71,7 @@ def _rewrite(graph: gs.Graph, match: _Patches, settings: Settings) -> None:
     by_patch = x
     if any(count != 1 for count in counts):
         # [n, channels, count, step, …] → [n, count, …, channels, step, …]
-        split = _reshaped(graph, x, f"{name}.split", sizes.joined(
+        split = reshaped(graph, x, f"{name}.split", sizes.joined(
             [sizes.of(0), channels, *(size for pair in zip(axis_sizes, patch, strict=True)
                                       for size in pair)]), None)
         by_patch = gs.Variable(f"{name}.by_patch", x.dtype)
@@ -79,14 +80,14 @@ def _rewrite(graph: gs.Graph, match: _Patches, settings: Settings) -> None:
                                    inputs=[split], outputs=[by_patch]))
     elements = channels * int(np.prod(patch))
     rows: Size = product([x.shape[0], *counts])
-    patches = _reshaped(graph, by_patch, f"{name}.patches", np.array([-1, elements]),
+    patches = reshaped(graph, by_patch, f"{name}.patches", np.array([-1, elements]),
                         [rows, elements])
     product_rows = gs.Variable(f"{name}.rows", x.dtype, [rows, width])
     matrix = gs.Constant(f"{node.inputs[1].name}/patches",
                          values_of(node.inputs[1]).reshape((width, elements)))
     bias = node.inputs[2] if len(node.inputs) > 2 and not node.inputs[2].is_empty() else None
     replace(graph, GEMM, {"x": patches, "weight": matrix, "bias": bias}, [product_rows])
-    last = _reshaped(graph, product_rows, f"{name}.grid", sizes.joined(
+    last = reshaped(graph, product_rows, f"{name}.grid", sizes.joined(
         [sizes.of(0), *axis_sizes, width]), [x.shape[0], *counts, width])
     result = node.outputs[0]
     node.outputs.clear()
@@ -143,12 +144,3 @@ class _Sizes:
         self._graph.nodes.append(gs.Node(op=op, name=result.name, attrs=attrs, inputs=inputs,
                                          outputs=[result]))
         return result
-
-
-def _reshaped(graph: gs.Graph, x: gs.Tensor, name: str, shape: gs.Tensor | np.ndarray,
-              sizes: list[Size] | None) -> gs.Variable:
-    result = gs.Variable(name, x.dtype, sizes)
-    given = gs.Constant(f"{name}.shape", shape.astype(np.int64)) \
-        if isinstance(shape, np.ndarray) else shape
-    graph.nodes.append(gs.Node(op="Reshape", name=name, inputs=[x, given], outputs=[result]))
-    return result

@@ -23,6 +23,7 @@ from llmc.compiler.graph.rewrite import (
     Settings,
     apply_rules,
     replace,
+    reshaped,
 )
 from llmc.compiler.graph.weights import Weight
 from llmc.plugins.gemm_bias_act.op import OP as GEMM
@@ -62,21 +63,14 @@ def _rewrite(graph: gs.Graph, match: _Pool, settings: Settings) -> None:
     mean = Weight.of(np.tile(np.eye(width, dtype=np.float32) / patches, (1, patches)),
                      f"{name}.mean")
     match.node.outputs.clear()
-    split = _reshaped(graph, x, f"{name}.split", [-1, width, high, down, wide, across])
+    split = reshaped(graph, x, f"{name}.split", [-1, width, high, down, wide, across])
     windows = gs.Variable(f"{name}.windows", x.dtype)
     graph.nodes.append(gs.Node(op="Transpose", name=windows.name, inputs=[split],
                                outputs=[windows], attrs={"perm": [0, 2, 4, 3, 5, 1]}))
-    joined = _reshaped(graph, windows, f"{name}.joined", [-1, patches * width])
-    joined.shape = [product([count, high, wide]), patches * width]
+    joined = reshaped(graph, windows, f"{name}.joined", [-1, patches * width],
+                      [product([count, high, wide]), patches * width])
     pooled = gs.Variable(f"{name}.rows", x.dtype, [joined.shape[0], width])
     replace(graph, GEMM, {"x": joined, "weight": gs.Constant(mean.name, mean)}, [pooled])
-    grid = _reshaped(graph, pooled, f"{name}.grid", [-1, high, wide, width])
+    grid = reshaped(graph, pooled, f"{name}.grid", [-1, high, wide, width])
     graph.nodes.append(gs.Node(op="Transpose", name=name, inputs=[grid], outputs=[result],
                                attrs={"perm": [0, 3, 1, 2]}))
-
-
-def _reshaped(graph: gs.Graph, x: gs.Tensor, name: str, sizes: list[int]) -> gs.Variable:
-    result = gs.Variable(name, x.dtype)
-    graph.nodes.append(gs.Node(op="Reshape", name=name, outputs=[result], inputs=[
-        x, gs.Constant(f"{name}.shape", np.array(sizes))]))
-    return result

@@ -37,6 +37,7 @@ from llmc.compiler.graph.rewrite import (
     consumers,
     producer,
     replace,
+    reshaped,
 )
 from llmc.plugins.bidirectional_attention.op import OP as ATTENTION
 
@@ -160,25 +161,20 @@ def _rewrite(graph: gs.Graph, match: _Match, settings: Settings) -> None:
         "query": rows[0], "key": rows[1], "value": rows[2],
         "cu_seqlens": _starts(graph, match.mask, f"{name}.cu_seqlens")}, [attended],
         {"num_heads": heads, "num_kv_heads": heads, "head_dim": dim, "scale": match.scale})
-    by_tile = gs.Variable(f"{name}.by_tile", result.dtype, [tiles, patches, heads, dim])
-    sizes = [size if isinstance(size, int) else -1 for size in by_tile.shape]
-    graph.nodes += [
-        gs.Node(op="Reshape", name=by_tile.name, outputs=[by_tile], inputs=[
-            attended, gs.Constant(f"{by_tile.name}.shape", np.array(sizes))]),
-        gs.Node(op="Transpose", name=name, attrs={"perm": [0, 2, 1, 3]}, inputs=[by_tile],
-                outputs=[result])]
+    sizes = [tiles, patches, heads, dim]
+    by_tile = reshaped(graph, attended, f"{name}.by_tile",
+                       [size if isinstance(size, int) else -1 for size in sizes], sizes)
+    graph.nodes.append(gs.Node(op="Transpose", name=name, attrs={"perm": [0, 2, 1, 3]},
+                               inputs=[by_tile], outputs=[result]))
 
 
 def _as_rows(graph: gs.Graph, tensor: gs.Tensor, name: str) -> gs.Variable:
     tiles, heads, patches, dim = tensor.shape
     by_patch = gs.Variable(f"{name}.by_patch", tensor.dtype, [tiles, patches, heads, dim])
-    rows = gs.Variable(f"{name}.rows", tensor.dtype, [product([tiles, patches]), heads * dim])
-    graph.nodes += [
-        gs.Node(op="Transpose", name=by_patch.name, attrs={"perm": [0, 2, 1, 3]},
-                inputs=[tensor], outputs=[by_patch]),
-        gs.Node(op="Reshape", name=rows.name, outputs=[rows], inputs=[
-            by_patch, gs.Constant(f"{name}.shape", np.array([-1, heads * dim]))])]
-    return rows
+    graph.nodes.append(gs.Node(op="Transpose", name=by_patch.name, attrs={"perm": [0, 2, 1, 3]},
+                               inputs=[tensor], outputs=[by_patch]))
+    return reshaped(graph, by_patch, f"{name}.rows", [-1, heads * dim],
+                    [product([tiles, patches]), heads * dim])
 
 
 def _starts(graph: gs.Graph, mask: gs.Tensor, name: str) -> gs.Variable:

@@ -20,7 +20,7 @@ from llmc.cli.options import (
     require_case_dir,
 )
 from llmc.cli.progress import Meter, ProgressBar
-from llmc.cli.sampling import is_given
+from llmc.cli.sampling import first_given, is_given
 from llmc.cli.signals import sigterm_as_interrupt
 from llmc.errors import LlmcError
 
@@ -128,7 +128,7 @@ def _check_options(requests: str | None, images: str | None, audio_seconds: floa
             unused, selected = (*unused, "runs"), "with --requests and without --speculate"
     else:
         unused, selected = ("request_rate", "shared_prefix"), "without --requests"
-    found = next((name for name in unused if is_given(name)), None)
+    found = first_given(unused)
     if found is not None:
         raise LlmcError(f"--{found} has no effect {selected}; leave it out")
     if requests is None and is_given("prefix_reuse") and loading["prefix_reuse"]:

@@ -26,6 +26,7 @@ from llmc.cli.options import (
 from llmc.cli.progress import Meter, ProgressBar
 from llmc.cli.sampling import (
     SamplingCommand,
+    first_given,
     generation_config_option,
     is_given,
     sampling_options,
@@ -39,7 +40,7 @@ from llmc.cli.speech import (
     speech_options,
     speech_params,
 )
-from llmc.errors import CheckFailed, LlmcError
+from llmc.errors import CheckFailed, LlmcError, reason_of_file
 
 if TYPE_CHECKING:
     from llmc.runtime.core.llm import LLM
@@ -102,9 +103,8 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
     if prompt_file is not None and images:
         raise LlmcError("both --image and --prompt_file are given; name pictures in the file's "
                         "requests, as images or in messages")
-    if not is_given("beam_width") and (unused := next(
-            (name for name in ("length_penalty", "diversity_rate", "early_stopping")
-             if is_given(name)), None)):
+    if not is_given("beam_width") and (unused := first_given(
+            ("length_penalty", "diversity_rate", "early_stopping"))):
         raise LlmcError(f"--{unused} is given without --beam_width, which it needs; give both, or "
                         f"leave it out")
     case_dir, configured = _resolve_case(directory, case_dir, hf_dir)
@@ -116,16 +116,15 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
     if expected not in (None, manifest.tp_size):
         raise LlmcError(f"tp_size is {expected}, but '{case_dir}' was compiled with tp_size "
                         f"{manifest.tp_size}; use that, or compile again")
-    if loading["adapters"] == {} and (lonely := next(
-            (name for name in ("max_loras", "max_lora_rank") if is_given(name)), None)):
+    if loading["adapters"] == {} and (lonely := first_given(("max_loras", "max_lora_rank"))):
         raise LlmcError(f"--{lonely} is given without --lora_modules; give adapters, or leave it "
                         f"out")
     if manifest.pooling is not None:
-        unused = next((name for name in ("chat", "image", "adapter", *options)
-                       if is_given("images" if name == "image" else name)), None)
+        unused = first_given(("chat", "images", "adapter", *options))
         if unused is not None:
-            raise LlmcError(f"--{unused} is given, but '{case_dir}' was compiled for task "
-                            f"{manifest.pooling.task}; leave it out")
+            raise LlmcError(f"--{'image' if unused == 'images' else unused} is given, but "
+                            f"'{case_dir}' was compiled for task {manifest.pooling.task}; leave it "
+                            f"out")
     audio: Sequence[Path] = ()
     if speech is not None and manifest.audio is not None:
         audio, speech = audio_of_prompts(speech, manifest), None
@@ -285,7 +284,7 @@ def _log(path: str, text: str) -> None:
                 log.write(text)
         except OSError as error:
             raise LlmcError(f"--log_file '{path}' cannot be written "
-                            f"({error.strerror or error}); give another file") from error
+                            f"({reason_of_file(error)}); give another file") from error
 
 
 def _inference_info(hf_dir: Path | None, case_dir: Path, max_tokens: int, tp_size: int,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -87,6 +87,11 @@ def sampling_params(options: Mapping[str, Any], manifest: Manifest | None) -> Sa
     given = {name: value for name, value in options.items() if is_given(name)}
     sampling = manifest and manifest.sampling
     return SamplingParams(**with_defaults(given, sampling.fields() if sampling else {}))
+
+
+def first_given(options: Iterable[str]) -> str | None:
+    """The first of these options of the current command that is set explicitly; None: none is."""
+    return next((option for option in options if is_given(option)), None)
 
 
 def is_given(option: str) -> bool:

@@ -13,7 +13,7 @@ import click
 
 from llmc.cli.options import Command, completes
 from llmc.cli.progress import Meter
-from llmc.cli.sampling import is_given
+from llmc.cli.sampling import first_given, is_given
 from llmc.errors import CheckFailed, LlmcError
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def pop_speech_options(options: dict[str, Any]) -> SpeechInput | None:
 
     files, given = options.pop("audio"), {name: options.pop(name) for name in _OPTIONS}
     if not files:
-        lonely = next((name for name in given if is_given(name)), None)
+        lonely = first_given(given)
         if lonely is not None:
             raise LlmcError(f"--{lonely} is given without --audio; give an audio file, or leave it "
                             f"out")
@@ -102,7 +102,7 @@ def audio_of_prompts(speech: SpeechInput, manifest: Manifest) -> Sequence[Path]:
     Raises:
         LlmcError: an option of transcription is given.
     """
-    given = next((name for name in _OPTIONS if is_given(name)), None)
+    given = first_given(_OPTIONS)
     if given is not None:
         raise LlmcError(f"--{given} is given, but '{manifest.source.architecture}' takes audio in "
                         f"prompts; leave it out")

@@ -235,10 +235,9 @@ class _Loaded:
         if self.manifest.is_whole:  # a text is in one step
             config = replace(config, max_num_batched_tokens=max(
                 config.max_num_batched_tokens, self.manifest.dims.max_seq_len))
-        encoder = self.manifest.encoder
-        if encoder is not None and encoder.features is not None:  # a window is in one step
+        if self.manifest.features:  # a window is in one step
             config = replace(config, max_num_batched_tokens=max(
-                config.max_num_batched_tokens, encoder.max_seq_len))
+                config.max_num_batched_tokens, self.manifest.features.num_rows))
         self._max_batch_size = max_batch_size
         with memory_errors("load the model"):
             self._load(devices, config, speculation, prefix_reuse, check_step, skip_step, max_itl)
@@ -1043,7 +1042,7 @@ def _short_source(manifest: Manifest) -> EncoderInput | None:
         return NO_IMAGES
     if not manifest.mem_max_seq_len:
         return None
-    features = manifest.encoder and manifest.encoder.features
+    features = manifest.features
     return np.zeros((1, features.width), np.float32) if features else [0]
 
 

@@ -23,7 +23,7 @@ from llmc.artifacts.manifest import (
     SpeechInfo,
     require_speech,
 )
-from llmc.errors import LlmcError, reason_of, shown
+from llmc.errors import LlmcError, reason_of_file, shown
 from llmc.runtime.core.request import (
     Completion,
     CompletionChunk,
@@ -306,9 +306,8 @@ class Transcriber:
         try:
             return load_audio(read_bounded(Path(audio), MAX_AUDIO_BYTES), rate)
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or reason_of(error)
-            raise LlmcError(f"'{audio}' cannot be read ({reason}); give a path of an "
-                            f"audio file") from error
+            raise LlmcError(f"'{audio}' cannot be read ({reason_of_file(error)}); give a path of "
+                            f"an audio file") from error
 
     def _features(self, waveform: Waveform, rows: FeatureRows) -> np.ndarray:
         """Features [frames, num_channels]; those of short audio are padded to a window."""

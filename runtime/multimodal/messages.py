@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmc.errors import LlmcError, reason_of, shortened, shown
+from llmc.errors import LlmcError, reason_of_file, shortened, shown
 from llmc.runtime.multimodal.items import Modality
 from llmc.runtime.multimodal.media import SCHEMES, MediaAccess, fetch, is_data
 
@@ -89,8 +89,8 @@ def load_source(source: MediaSource) -> Any:
     try:
         return Path(value).read_bytes()
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or reason_of(error)
-        raise LlmcError(f"'{value}' cannot be read ({reason}); give the path of a file") from error
+        raise LlmcError(f"'{value}' cannot be read ({reason_of_file(error)}); give the path of a "
+                        f"file") from error
 
 
 def split_media(messages: Sequence[Mapping[str, Any]]) -> \
