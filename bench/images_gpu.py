@@ -87,29 +87,19 @@ class Side:
     encode: Callable[[Any], object] | None = None
 
 
-class Inputs:
-    """Prompts, each with images that no prompt before has.
+def prompt_of(count: int, edge: int, number: int) -> Prompt:
+    """A prompt with `count` images amid its text; each number has other ones."""
+    rng = np.random.default_rng((count, edge, number))
+    text = rng.integers(256, 150000, TEXT_TOKENS).tolist()
+    ids = text[:TEXT_TOKENS // 2] + count * [VISION_START, IMAGE_PAD, VISION_END] \
+        + text[TEXT_TOKENS // 2:]
+    pixels = rng.integers(0, 256, (count, edge, edge, 3), dtype=np.uint8)
+    return ids, [Image.fromarray(own) for own in pixels]
 
-    Args:
-        large, small: pixels of an image's edge.
-    """
 
-    def __init__(self, large: int, small: int) -> None:
-        self.large, self.small = large, small
-        self._seed = 0
-
-    def prompt(self, count: int, edge: int) -> Prompt:
-        """A prompt with `count` images amid its text."""
-        self._seed += 1
-        rng = np.random.default_rng(self._seed)
-        text = rng.integers(256, 150000, TEXT_TOKENS).tolist()
-        ids = text[:TEXT_TOKENS // 2] + count * [VISION_START, IMAGE_PAD, VISION_END] \
-            + text[TEXT_TOKENS // 2:]
-        pixels = rng.integers(0, 256, (count, edge, edge, 3), dtype=np.uint8)
-        return ids, [Image.fromarray(own) for own in pixels]
-
-    def prompts(self, number: int, count: int, edge: int) -> list[Prompt]:
-        return [self.prompt(count, edge) for _ in range(number)]
+def prompts_of(run: int, number: int, edge: int) -> list[Prompt]:
+    """Prompts of a run, with one image each."""
+    return [prompt_of(1, edge, 1000 * (run + 1) + index) for index in range(number)]
 
 
 def described(tiny: bool, layers: int | None) -> dict[str, Any]:
@@ -166,19 +156,19 @@ def encoder_limits(vision: dict[str, Any], images: int, edge: int) -> tuple[floa
     return seconds, seconds * (1 + attention / operations)
 
 
-def time_to_first_token(side: Side, inputs: Inputs, runs: int) -> Tokens:
-    """Print the table of TTFT; return the first tokens of all runs."""
+def time_to_first_token(side: Side, large: int, small: int, runs: int) -> dict[str, int]:
+    """Print the table of TTFT; return the first token of each prompt."""
     print("| images | TTFT (ms) | preprocessing | encoder | rest |\n"
           "| --- | --- | --- | --- | --- |")
-    tokens: Tokens = []
-    for count, edge in ((1, inputs.large), (1, inputs.small), (4, inputs.large)):
+    tokens = {}
+    for count, edge in ((1, large), (1, small), (4, large)):
         times = []
         for run in range(WARM_UPS + runs):
-            prompts = [inputs.prompt(count, edge)]
+            prompts = [prompt_of(count, edge, run)]
             start = time.perf_counter()
             ready = side.preprocess(prompts)
             begun = time.perf_counter()
-            tokens += side.generate(ready, 1)
+            (tokens[f"{count} of {edge}, {run}"],), = side.generate(ready, 1)
             end = time.perf_counter()
             if side.encode is not None:
                 side.encode(ready)
@@ -191,12 +181,12 @@ def time_to_first_token(side: Side, inputs: Inputs, runs: int) -> Tokens:
     return tokens
 
 
-def throughput(side: Side, inputs: Inputs) -> None:
+def throughput(side: Side, edge: int) -> None:
     print("\n| requests | images/s | output tokens/s | preprocessing (s) |\n"
           "| --- | --- | --- | --- |")
     times = []
     for run in range(4):
-        prompts = inputs.prompts(AT_ONCE, 1, inputs.large)
+        prompts = prompts_of(run, AT_ONCE, edge)
         start = time.perf_counter()
         ready = side.preprocess(prompts)
         begun = time.perf_counter()
@@ -209,12 +199,12 @@ def throughput(side: Side, inputs: Inputs) -> None:
           f"{f'{before:.2f}' if side.encode else ''} |", flush=True)
 
 
-def encoder(side: Side, inputs: Inputs, vision: dict[str, Any], runs: int) -> None:
+def encoder(side: Side, edge: int, vision: dict[str, Any], runs: int) -> None:
     assert side.encode is not None
     print("\n| encoded | ms | kernels | GEMM limit | share of it, by kernels | with attention |\n"
           "| --- | --- | --- | --- | --- | --- |")
     for count in ENCODED:
-        ready = side.preprocess(inputs.prompts(count, 1, inputs.large))
+        ready = side.preprocess(prompts_of(count, count, edge))
         times = []
         for _ in range(WARM_UPS + runs):
             start = time.perf_counter()
@@ -225,10 +215,10 @@ def encoder(side: Side, inputs: Inputs, vision: dict[str, Any], runs: int) -> No
             _, kernels, _ = bench_model.kernel_times(
                 lambda encode=side.encode, ready=ready: encode(ready))  # type: ignore[misc]
             busy = sum(spent for name, spent in kernels.items() if not name.startswith("Mem"))
-            alone, attending = encoder_limits(vision, count, inputs.large)
+            alone, attending = encoder_limits(vision, count, edge)
             cells = [f"{busy * 1e3:.2f}", f"{alone * 1e3:.2f}", f"{alone / busy:.0%}",
                      f"{attending / busy:.0%}"]
-        print(f"| {count} of {inputs.large} × {inputs.large} | "
+        print(f"| {count} of {edge} × {edge} | "
               f"{statistics.median(times[WARM_UPS:]) * 1e3:.2f} | {' | '.join(cells)} |",
               flush=True)
 
@@ -340,15 +330,16 @@ def prepare(arguments: argparse.Namespace, config: dict[str, Any]) -> tuple[Path
     return hf, case, target
 
 
-def compare(work: Path, side: str, tokens: Tokens) -> None:
+def compare(work: Path, side: str, tokens: dict[str, int]) -> None:
     """Save the first tokens, and print how many are equal to those of sides before."""
     (work / f"first-tokens-{side}.json").write_text(json.dumps(tokens))
     for other in SIDES:
         path = work / f"first-tokens-{other}.json"
         if other != side and path.is_file():
-            pairs = [*zip(tokens, json.loads(path.read_text()), strict=False)]
-            print(f"\n{sum(own == given for own, given in pairs)} of {len(pairs)} first tokens are "
-                  f"equal to those of {other}", flush=True)
+            known = json.loads(path.read_text())
+            equal = [token == known[name] for name, token in tokens.items() if name in known]
+            print(f"\n{sum(equal)} of {len(equal)} first tokens are equal to those of {other}",
+                  flush=True)
 
 
 def main() -> None:
@@ -367,13 +358,13 @@ def main() -> None:
     hf, case, target = prepare(arguments, config)
     if arguments.compile_only:
         return
-    inputs = Inputs(320, 256) if arguments.tiny else Inputs(1024, 448)
+    large, small = (320, 256) if arguments.tiny else (1024, 448)
     with SIDES[arguments.side](hf, case, target) as side:
         gc.freeze()
-        tokens = time_to_first_token(side, inputs, arguments.runs)
-        throughput(side, inputs)
+        tokens = time_to_first_token(side, large, small, arguments.runs)
+        throughput(side, large)
         if side.encode is not None:
-            encoder(side, inputs, config["vision_config"], arguments.runs)
+            encoder(side, large, config["vision_config"], arguments.runs)
     compare(arguments.work, arguments.side, tokens)
 
 
