@@ -24,7 +24,7 @@ import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.image_samples import ImageSample
 from llmc.compiler.graph.names import PIXEL_VALUES
-from llmc.compiler.graph.probe import ROTARY, Piece, close, data_tensors
+from llmc.compiler.graph.probe import ELEMENTWISE, ROTARY, Piece, close, data_tensors
 from llmc.compiler.graph.rewrite import (
     NoMatch,
     Report,
@@ -38,6 +38,7 @@ from llmc.compiler.graph.rewrite import (
     producer,
     replace,
     row_weights,
+    scalar,
     values_of,
 )
 from llmc.compiler.graph.weights import Weight
@@ -487,7 +488,14 @@ def _projected(graph: gs.Graph, source: _Source, name: str) -> gs.Tensor:
     if np.array_equal(columns, np.arange(rows.shape[1])):
         return rows
     result = gs.Variable(name, np.float32, [rows.shape[0], len(columns)])
-    gemm = producer(rows)
+    node = producer(rows)
+    if node is not None and node.op in ELEMENTWISE and all(
+            scalar(tensor) is not None for tensor in node.inputs[1:]):  # such as bounds
+        own = _projected(graph, _Source(node.inputs[0], columns), f"{name}.{node.op}")
+        graph.nodes.append(gs.Node(op=node.op, name=name, attrs=node.attrs, outputs=[result],
+                                   inputs=[own, *node.inputs[1:]]))
+        return result
+    gemm = node
     op, weights = op_of(gemm), row_weights(gemm)
     if gemm is None or op is None or not weights:
         graph.nodes.append(gs.Node(

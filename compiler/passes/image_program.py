@@ -557,7 +557,7 @@ def _probe(piece: Piece, source: gs.Tensor, sample: ImageSample) -> _Probed | No
 def _number_rows(graph: gs.Graph) -> None:
     """Set the number of rows of all tensors."""
     for node in graph.nodes:
-        rows: Iterable[str] = [_ROWS] if node.op == "Gather" else [
+        rows: Iterable[str] = [_ROWS] if node.op == "Gather" and node.attrs["axis"] == 0 else [
             tensor.shape[0] for tensor in node.inputs
             if isinstance(tensor, gs.Variable) and not tensor.is_empty()
             and len(tensor.shape or ()) == 2]
