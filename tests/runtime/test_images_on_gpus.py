@@ -33,10 +33,9 @@ from llmc.runtime.engines.cuda_image_encoder import declare_image_program, limit
 COMMON = ("llava", 1)  # the others are thorough
 # Tokens of a step for bidirectional attention within an image or the whole prompt.
 STEPS = {"gemma4_large": 80, "paligemma": 80, "paligemma2": 80}
-# Encoders that the host runs as a whole: they pad patches (gemma4, got_ocr2, mllama), norm heads
-# (glm_ocr), rotate by complex numbers (llama4), or insert and interpolate rows of a canvas.
-ON_HOST = {"gemma4", "gemma4_large", "glm_ocr", "got_ocr2", "llama4", "llava_next",
-           "llava_onevision", "mllama"}
+# Encoders that the host runs as a whole: they pad patches (gemma4, got_ocr2, mllama), or insert
+# and interpolate rows of a canvas.
+ON_HOST = {"gemma4", "gemma4_large", "got_ocr2", "llava_next", "llava_onevision", "mllama"}
 # Chunks end within images, but for those with bidirectional attention.
 SHORT_STEPS = replace(LIMITS, max_tokens=24, max_slots=4)
 AHEAD = replace(SHORT_STEPS, ahead=2, max_drafts=15, proposes=True, prompt_lookup=True,
