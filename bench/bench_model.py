@@ -414,7 +414,7 @@ def gemm_seconds(count: int, width: int, rows: int, dtype: torch.dtype = torch.b
         torch.mm(x, weight.t(), out=out)
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1e3 / 50
+    return float(start.elapsed_time(end)) / 1e3 / 50
 
 
 def kernel_times(work: Callable[[], object]) -> tuple[float, dict[str, float], dict[str, int]]:
@@ -438,8 +438,13 @@ def kernel_times(work: Callable[[], object]) -> tuple[float, dict[str, float], d
     return seconds, taken, counts
 
 
-def compare_tokens(work: Path, side: str, tokens: dict[str, int]) -> None:
-    """Save the first tokens of prompts by name, and print how many are equal to other sides'."""
+def compare_tokens(model: Path, side: str, tokens: dict[str, int]) -> None:
+    """Save the first tokens of prompts by name, and print how many are equal to other sides'.
+
+    Args:
+        model: its directory; the tokens lie beside it.
+    """
+    work = model.with_name(f"{model.name}-tokens")
     work.mkdir(exist_ok=True)
     for path in sorted(work.glob("*.json")):
         if path.stem != side:

@@ -353,7 +353,7 @@ def main() -> None:
         throughput(side, large)
         if side.encode is not None:
             encoder(side, large, config["vision_config"], arguments.runs)
-    bench_model.compare_tokens(arguments.work / "images", arguments.side, tokens)
+    bench_model.compare_tokens(hf, arguments.side, tokens)
 
 
 if __name__ == "__main__":

@@ -306,9 +306,8 @@ def main() -> None:
         gc.freeze()
         measure(side, window, arguments.runs)
         first = side.transcribe(waveforms_of(0, window), 1)
-    bench_model.compare_tokens(
-        arguments.work / "speech", arguments.side,
-        {f"{index}": token for index, (token,) in enumerate(first)})
+    bench_model.compare_tokens(hf, arguments.side, {
+        f"{index}": token for index, (token,) in enumerate(first)})
 
 
 if __name__ == "__main__":
