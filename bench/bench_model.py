@@ -442,7 +442,7 @@ def compare_tokens(model: Path, side: str, tokens: dict[str, int]) -> None:
     """Save the first tokens of prompts by name, and print how many are equal to other sides'.
 
     Args:
-        model: its directory; the tokens lie beside it.
+        model: its directory. The tokens are saved next to it.
     """
     work = model.with_name(f"{model.name}-tokens")
     work.mkdir(exist_ok=True)

@@ -133,7 +133,7 @@ def seconds_of(run: Callable[[Any], object], prepared: Callable[[int], Any], run
 
 
 def measure(side: Side, window: int, runs: int) -> None:
-    """Print the tables of a side, with windows of so many seconds."""
+    """Print the tables of a side, with windows of `window` seconds."""
     print("| from | output tokens each | seconds | output tokens/s | × real time |\n"
           "| --- | --- | --- | --- | --- |")
     taken: dict[int, float] = {}  # of the second kind, where there is one
