@@ -29,6 +29,7 @@ from llmc.compiler.graph.rewrite import (
     attends,
     is_llmc,
     producer,
+    scalar,
     tidy,
 )
 from llmc.compiler.graph.verify import verify
@@ -77,7 +78,7 @@ class _Rows:
         given = [tensor for tensor in node.inputs if not isinstance(tensor, gs.Constant)]
         rows = [tensor for tensor in node.inputs if isinstance(tensor, gs.Constant)]
         numbers = len(given) == 1 and id(given[0]) in self._moved and len(rows) > 0 and all(
-            row.values.size == 1 for row in rows) and len(given[0].shape or ()) == 3
+            scalar(row) is not None for row in rows) and len(given[0].shape or ()) == 3
         if not numbers and not any(id(tensor) in self._restored for tensor in given):
             return False
         shape = list(given[0].shape or ())

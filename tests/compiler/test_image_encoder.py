@@ -471,11 +471,12 @@ def test_means_of_patches_are_gathered_and_multiplied(tmp_path):
               "p": np.arange(5).reshape(1, 5, 1) == 4}
     before, = written(graph, tmp_path).run(None, values)
     for taken, expected in ((3, 0), (2, 1)):
-        report = Report("pools")
-        image_pools(graph, Settings(8, 8, options=CompileOptions(target="cuda"), image_samples=(
-            ImageSample(values, {}, taken),)), report)
+        settings = Settings(8, 8, options=CompileOptions(target="cuda"), image_samples=(
+            ImageSample(values, {}, taken),))
+        image_pools(graph, settings, report := Report("pools"))
         assert report.matches["means"] == expected
     tidy(graph)
+    image_rows(graph, settings, Report("rows"))
     assert {node.op for node in graph.nodes} >= {"TopK", "Gather", "GemmBiasAct"}
     after, = written(graph, tmp_path).run(None, values)
     assert np.abs(after - before)[:, :2].max() < 1e-6
