@@ -65,6 +65,8 @@ from llmc.compiler.passes.gate import gate
 from llmc.compiler.passes.gemm import activation, gated_mlp, gemm, residual
 from llmc.compiler.passes.groups import groups
 from llmc.compiler.passes.image_attention import image_attention
+from llmc.compiler.passes.image_heads import image_heads
+from llmc.compiler.passes.image_padding import image_padding
 from llmc.compiler.passes.image_patches import image_patches
 from llmc.compiler.passes.image_pools import image_pools
 from llmc.compiler.passes.image_program import ImageParts, divide_image
@@ -262,11 +264,13 @@ IMAGE_PASSES: tuple[GraphPass, ...] = (
     GraphPass("patches", image_patches),
     GraphPass("pools", image_pools),
     GraphPass("norm", norm),
+    GraphPass("padding", image_padding),  # its border is a norm
     GraphPass("gemm", gemm),
     GraphPass("softmax", image_softmax),
     GraphPass("rows", image_rows),      # after these, whose ops work on rows
     GraphPass("layer_scale", layer_scale),
     GraphPass("attention", image_attention),  # its borders are rows
+    GraphPass("heads", image_heads),
     GraphPass("gated_mlp", gated_mlp),  # as in PASSES from here on
     GraphPass("activation", activation),
     GraphPass("residual", residual),

@@ -50,11 +50,16 @@ from llmc.compiler.graph.rewrite import (
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.image_rows import between, join_columns
 from llmc.errors import LlmcError
+from llmc.plugins.add_layer_norm.op import OP as ADD_LAYER_NORM
+from llmc.plugins.add_rms_norm.op import OP as ADD_RMS_NORM
 from llmc.plugins.gemm_bias_act.op import OP as GEMM
 from llmc.plugins.gemm_bias_res.op import OP as GEMM_RESIDUAL
+from llmc.plugins.layer_norm.op import OP as LAYER_NORM
+from llmc.plugins.rms_norm.op import OP as RMS_NORM
 
 MERGED_ROWS = "merged_rows"  # inputs of the device: patches of each row of the prompt
 _SELECTING = LAYOUT | {"Add", "Pad"}
+_ADD_NORMS = {LAYER_NORM.name: ADD_LAYER_NORM, RMS_NORM.name: ADD_RMS_NORM}  # of a sum
 _TOKENS, _ROWS = "num_tokens", "num_logits"
 
 
@@ -123,6 +128,7 @@ class _Selection:
         count: rows of the source that are joined to one.
         adds: whether something is added to selected rows, or rows are inserted.
         keeps: whether all rows are selected, in order, and nothing is added.
+        in_order: the same, but something may be added.
         columns: where each column is in the joined rows.
     """
 
@@ -131,6 +137,7 @@ class _Selection:
     count: int
     adds: bool
     keeps: bool
+    in_order: bool
     columns: np.ndarray
 
     @property
@@ -183,6 +190,8 @@ class _Division:
 
     def divide(self) -> ImageParts:
         for node in self._on_device:
+            if self._adds_rows(node):
+                continue
             op = op_of(node)
             names = op.input_names if op is not None else ["x"] * len(node.inputs)
             for index, tensor in enumerate(node.inputs):
@@ -210,6 +219,39 @@ class _Division:
             given.shape = result.shape
         return ImageParts(host, device, rows)
 
+    def _adds_rows(self, node: gs.Node) -> bool:
+        """Replace a norm of a sum of rows of the device and of the host; False: it is another op.
+        """
+        if not is_op(node, LAYER_NORM, RMS_NORM):
+            return False
+        given = operands(node)
+        x = given["x"]
+        if id(x) not in self._data or id(x) in self._computed \
+                or id(x) in self._selected:
+            return False
+        selection = self._selection(x)
+        if selection is None or not selection.adds or not selection.in_order \
+                or self._is_stem(selection):
+            return False
+        width = int(selection.source.shape[-1])
+        rows = self._copied_piece(selection, f"{x.name}.added", self._broadcast(
+            np.zeros((1, width), np.float32), self._tokens(), f"{x.name}.nothing"))
+        rows.shape, rows.dtype = [_TOKENS, width], np.dtype(np.float32)
+        total = gs.Variable(f"{x.name}.sum", np.float32, [_TOKENS, width])
+        result, attrs = node.outputs[0], node.attrs
+        node.outputs.clear()
+        self._nodes.append(replace(gs.Graph(), _ADD_NORMS[node.op], {
+            **given, "x": selection.source, "residual": self._input(
+                rows, "position_rows", _TOKENS)}, [result, total], attrs))
+        self._selected[id(x)] = total
+        return True
+
+    def _is_stem(self, selection: _Selection) -> bool:
+        """Whether it selects embedded patches."""
+        gemm = producer(selection.source)
+        return is_op(gemm, GEMM) and any(operands(gemm)["x"] is own
+                                         for own in self._given.values())
+
     def _operand(self, node: gs.Node, name: str, tensor: gs.Tensor) -> gs.Tensor:
         """An input of a node of the device there."""
         op = op_of(node)
@@ -220,16 +262,16 @@ class _Division:
         if id(tensor) not in self._data:
             role = {"residual": "position_rows"}.get(name, name)
             return self._input(tensor, role, "batch_plus_1" if of_image else _TOKENS)
+        if id(tensor) in self._selected:
+            return self._selected[id(tensor)]
         selection = self._selection(tensor)
         if selection is None:
             return self._input(tensor, "patches", _TOKENS)
         if selection.keeps:
             return selection.source
         if id(tensor) not in self._selected:
-            gemm = producer(selection.source)
-            stem = is_op(gemm, GEMM) and any(operands(gemm)["x"] is own
-                                             for own in self._given.values())
-            self._selected[id(tensor)] = self._embed(tensor, selection, gemm) if stem and gemm \
+            self._selected[id(tensor)] = self._embed(
+                tensor, selection, producer(selection.source)) if self._is_stem(selection) \
                 else self._gather(tensor, selection)
         return self._selected[id(tensor)]
 
@@ -263,6 +305,10 @@ class _Division:
         piece = between(tensor, self._data, _SELECTING, self._computed, reads_shapes=True)
         sources = [] if isinstance(piece, NoMatch) else [
             border for border in piece.inputs if id(border) in self._of_rows]
+        if len(sources) > 1 and not isinstance(piece, NoMatch) \
+                and all(id(own) in self._computed for own in sources):
+            self._join(piece, sources)
+            return self._selection(tensor)
         if isinstance(piece, NoMatch) or len(sources) != 1:
             raise LlmcError(f"{describe(tensor)} of the image encoder is not a selection of rows "
                             f"({piece if isinstance(piece, NoMatch) else 'of several tensors'}); "
@@ -278,8 +324,33 @@ class _Division:
         fixed = all(border.name == PIXEL_VALUES or border is sources[0]
                     or isinstance(border, gs.Constant) for border in piece.inputs)
         known = [own for own in found if own is not None]
-        return _Selection(sources[0], piece, known[0].count, any(own.adds for own in known),
-                          fixed and all(own.keeps for own in known), known[0].columns)
+        adds, in_order = (any(own.adds for own in known),
+                          fixed and all(own.in_order for own in known))
+        return _Selection(sources[0], piece, known[0].count, adds, in_order and not adds,
+                          all(own.in_order for own in known), known[0].columns)
+
+    def _join(self, piece: Piece, sources: Sequence[gs.Tensor]) -> None:
+        """Make a subgraph read columns of one tensor of the device in place of several."""
+        widths = [int(own.shape[-1]) for own in sources]
+        joined = gs.Variable(f"{piece.output.name}.sources", np.float32,
+                             [sources[0].shape[0], sum(widths)])
+        made = gs.Graph(opset=plugins.OPSET)
+        join_columns(made, sources, joined)
+        self._nodes += made.nodes
+        self._computed |= {id(tensor) for node in made.nodes for tensor in node.outputs}
+        known = {id(joined)}
+        for index, own in enumerate(sources):
+            start = sum(widths[:index])
+            part = gs.Variable(f"{joined.name}.{index}", np.float32, own.shape)
+            bounds = [gs.Constant(f"{part.name}.{what}", np.array([value])) for what, value in (
+                ("start", start), ("end", start + widths[index]), ("axis", 1))]
+            self._graph.nodes.append(gs.Node(op="Slice", name=part.name, inputs=[joined, *bounds],
+                                             outputs=[part]))
+            known.add(id(part))
+            for node in piece.nodes:
+                node.inputs = [part if tensor is own else tensor for tensor in node.inputs]
+        self._data |= known
+        self._of_rows |= known
 
     def _embed(self, tensor: gs.Tensor, selection: _Selection, gemm: gs.Node) -> gs.Tensor:
         """A patch embedding with inserted rows and positions, of patches in that order.
@@ -450,6 +521,10 @@ class _Division:
         With `first` 1, inserted rows have index 0. `like` has as many rows as the source.
         """
         width = int(selection.source.shape[-1])
+        fixed = self._fixed_rows(selection, first)
+        if fixed is not None:
+            return self._computed_by("Identity", f"{name}.index", [
+                gs.Constant(f"{name}.fixed", fixed)])
         size = self._computed_by("Shape", f"{name}.size", [like], start=0, end=1)
         count = self._computed_by("Squeeze", f"{name}.count", [size])
         zero, one = (gs.Constant(f"{name}.{what}", np.array(value))
@@ -473,6 +548,21 @@ class _Division:
             f"{name}.columns", np.array(columns[0] if first else columns))], axis=1)
         rounded = self._computed_by("Round", f"{name}.rounded", [few])
         return self._computed_by("Cast", f"{name}.index", [rounded], to=7)
+
+    def _fixed_rows(self, selection: _Selection, first: int) -> np.ndarray | None:
+        """`_rows_of` if they are the same for all images, else None."""
+        piece, source = selection.piece, selection.source
+        if not isinstance(source.shape[0], int) or any(
+                own is not source and not isinstance(own, gs.Constant) for own in piece.inputs):
+            return None
+        weights = {own.name: values_of(own).load() for own in piece.inputs
+                   if isinstance(own, gs.Constant)}
+        nothing = np.zeros((int(source.shape[0]), int(source.shape[1])), np.float32)
+        numbers = nothing + np.arange(first, first + len(nothing), dtype=np.float32)[:, None]
+        columns = selection.firsts[0] if first else selection.firsts
+        selected, added = (piece.run({**weights, source.name: own})[:, columns]
+                           for own in (numbers, nothing))
+        return np.rint(selected - added).astype(np.int64)
 
     def _broadcast(self, row: np.ndarray, like: gs.Tensor, name: str) -> gs.Variable:
         """A row, as often as another tensor has rows."""
@@ -512,7 +602,7 @@ class _Probed:
 
     count: int
     adds: bool
-    keeps: bool
+    in_order: bool
     columns: np.ndarray
 
 
@@ -549,9 +639,9 @@ def _probe(piece: Piece, source: gs.Tensor, sample: ImageSample) -> _Probed | No
     if not np.array_equal(np.sort(whole), np.arange(added.shape[1])):
         return None
     adds = bool(added.any() or not there.all())
-    keeps = not adds and np.array_equal(whole, np.arange(len(whole))) and count == 1 \
+    in_order = np.array_equal(whole, np.arange(len(whole))) and count == 1 \
         and np.array_equal(from_rows[:, 0], np.arange(1, shape[0] + 1))
-    return _Probed(count, adds, keeps, whole)
+    return _Probed(count, adds, in_order, whole)
 
 
 def _number_rows(graph: gs.Graph) -> None:

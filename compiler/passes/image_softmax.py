@@ -6,16 +6,20 @@ Result:  Transpose, Reshape to rows [tiles · patches, heads · head_dim] → Bi
          (query, key, value, cu_seqlens) → Reshape, Transpose
 
 The nodes between the products are run for images of several sizes. Every patch has to attend to all
-patches of its tile. If the processor gives a mask, the last patches of a tile may be padding, to
-which none attends. For targets with programs, padding is a segment after that of its tile then, and
-its rows are arbitrary: an output of the graph, `PADDING_ROWS`, tells which. The program is refused
-if rows of the prompt depend on these.
+patches of its tile, or for targets with programs, the processor gives a mask that hides
+
+- the last patches of a tile, which are padding. They are a segment after that of their tile then,
+  and their rows are arbitrary: an output of the graph, `PADDING_ROWS`, tells which. The program is
+  refused if rows of the prompt depend on these.
+- patches of padding from each other alone. Heads have further columns then: a large number for
+  these patches in keys, and minus that in queries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replaced
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -44,9 +48,13 @@ from llmc.compiler.graph.rewrite import (
     replace,
     reshaped,
 )
+from llmc.compiler.passes.image_heads import selection
 from llmc.plugins.bidirectional_attention.op import OP as ATTENTION
+from llmc.plugins.gemm_bias_act.op import OP as GEMM
+from llmc.plugins.gemm_bias_res.op import OP as GEMM_RESIDUAL
 
 _LARGEST_SCALE = 1e4  # of scores; larger constants mask them
+_HIDES = np.float32(256)  # minus its square, scaled, is added to hidden scores
 
 
 @dataclass(frozen=True)
@@ -54,8 +62,10 @@ class _Match:
     """Queries, keys and values [tiles, heads, patches, head_dim], and what is made of them.
 
     Args:
-        mask: not of pixels, [tiles, 1, …, patches].
+        mask: not of pixels, [tiles, 1, …, patches]; or `apart`.
         padding: values of the mask, bool, for patches of padding; None: none is.
+        apart: 1 for patches that are hidden from each other, else 0, [1, patches, 1]; None: none
+            are.
     """
 
     query: gs.Tensor
@@ -65,6 +75,7 @@ class _Match:
     mask: gs.Tensor
     scale: float
     padding: bool | None = None
+    apart: gs.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +110,8 @@ def _check(graph: gs.Graph, node: gs.Node, settings: Settings, data: set[int], g
     if last is None or last.op != "MatMul" or last.inputs[0] is not weights:
         return NoMatch("its result is not multiplied by values", node)
     piece = cone(weights, data, ELEMENTWISE | {"Softmax"}, borders_at={
-        id(tensor) for each in graph.nodes if each.op == "MatMul" for tensor in each.outputs})
+        id(tensor) for each in graph.nodes if each.op == "MatMul" for tensor in each.outputs
+        if id(tensor) in data})
     if isinstance(piece, NoMatch):
         return piece
     sources = [tensor for tensor in piece.inputs if id(tensor) in data
@@ -125,9 +137,12 @@ def _check(graph: gs.Graph, node: gs.Node, settings: Settings, data: set[int], g
         if place not in known:
             known[place] = _padded(piece, sources[0], query, masks, settings.image_samples)
         padded = known[place]
-        if not isinstance(padded, _Padded):
-            return NoMatch("its mask does not hide the last patches of each tile alone", node)
-        return _Match(query, key, value, last, masks[padded.mask], padded.scale, padded.padding)
+        if isinstance(padded, _Padded):
+            return _Match(query, key, value, last, masks[padded.mask], padded.scale, padded.padding)
+        return _check_apart(node, piece, sources[0], _Match(
+            query, key, value, last, masks[0], 0.0), settings, known) or NoMatch(
+                "its mask hides others than the last patches of each tile, or than patches of "
+                "padding from each other", node)
     mask = next((mask for mask in masks if all(
         _is_mask_of(sample.shape(mask), sample.shape(query))
         for sample in settings.image_samples)), None)
@@ -178,6 +193,8 @@ def _padded(piece: Piece, scores: gs.Tensor, query: gs.Tensor, masks: Sequence[g
     """Determine the mask of a softmax of scaled scores; None if it is not one of padding."""
     scales = [1.0, *(value for value in magnitudes(piece) if value < _LARGEST_SCALE)]
     for index, mask in enumerate(masks):
+        if mask.dtype is not None and np.dtype(mask.dtype) != np.bool_:
+            continue
         try:
             values = [evaluated(mask, sample.arrays) for sample in samples]
         except CannotEvaluate:
@@ -190,6 +207,45 @@ def _padded(piece: Piece, scores: gs.Tensor, query: gs.Tensor, masks: Sequence[g
                 if scale is not None:
                     return _Padded(scale, index, padding)
     return None
+
+
+def _check_apart(node: gs.Node, piece: Piece, scores: gs.Tensor, match: _Match,
+                 settings: Settings, known: dict[object, float | _Padded | None]) -> _Match | None:
+    """A softmax whose mask is the product of a column of 0 and 1, its transpose and a number."""
+    query, samples = match.query, settings.image_samples
+    apart = next((own for node in piece.nodes if node.op == "MatMul"
+                  and (own := _squared(node)) is not None), None)
+    if apart is None or query.shape[0] != 1 or _head_dim(query.shape[3]) is None:
+        return None
+    place = "apart", piece.key, *(sample.shape(query) for sample in samples)
+    if place not in known:
+        try:
+            columns = [evaluated(apart, sample.arrays) for sample in samples]
+        except CannotEvaluate:
+            return None
+        scales = [1.0, *(value for value in magnitudes(piece) if value < _LARGEST_SCALE)]
+        fits = all(own.shape == (1, (sample.shape(query) or (0,) * 4)[2], 1)
+                   and np.isin(own, (0, 1)).all() and not own.all()
+                   for own, sample in zip(columns, samples, strict=True))
+        known[place] = _masked_scale(piece, scores, query, scales, [
+            (sample, own @ own.swapaxes(1, 2) == 0)
+            for sample, own in zip(samples, columns, strict=True)]) if fits else None
+    scale = known[place]
+    return replaced(match, mask=apart, scale=scale, apart=apart) \
+        if isinstance(scale, float) else None
+
+
+def _squared(node: gs.Node) -> gs.Tensor | None:
+    """The column [1, patches, 1] that a node multiplies by its transpose."""
+    column, turned = node.inputs[0], producer(node.inputs[1])
+    is_column = len(column.shape or ()) == 3 and (column.shape[0], column.shape[2]) == (1, 1)
+    return column if is_column and turned is not None and turned.op == "Transpose" \
+        and turned.inputs[0] is column and list(turned.attrs.get("perm", ())) == [0, 2, 1] else None
+
+
+def _head_dim(dim: int) -> int | None:
+    """The size of heads with a further column, one of the kernels' on tensor cores."""
+    return next((size for size in (32, 64, 128, 256) if size > dim), None)
 
 
 def _hides_last(mask: np.ndarray, hidden: np.ndarray, query: tuple[int, ...] | None) -> bool:
@@ -230,19 +286,53 @@ def _rewrite(graph: gs.Graph, match: _Match, settings: Settings) -> None:
     match.product.outputs.clear()
     name, shape = result.name, match.query.shape
     tiles, heads, patches, dim = shape
+    sizes = [tiles, patches, heads, dim]
     rows = [_as_rows(graph, tensor, f"{name}.{what}") for what, tensor in (
         ("query", match.query), ("key", match.key), ("value", match.value))]
-    attended = gs.Variable(f"{name}.attended", result.dtype, rows[0].shape)
+    back = gs.Variable(f"{name}.attended", result.dtype, rows[0].shape)
+    attended = back
+    if match.apart is not None:
+        rows, attended = _apart(graph, rows, match.apart, heads, dim, back)
+        dim = _head_dim(dim)
     replace(graph, ATTENTION, {
         "query": rows[0], "key": rows[1], "value": rows[2],
-        "cu_seqlens": _starts(graph, match.mask, f"{name}.cu_seqlens") if match.padding is None
-        else _padded_starts(graph, match.mask, match.padding, f"{name}.cu_seqlens")}, [attended],
+        "cu_seqlens": _padded_starts(graph, match.mask, match.padding, f"{name}.cu_seqlens")
+        if match.padding is not None else _starts(graph, match.mask, f"{name}.cu_seqlens")},
+        [attended],
         {"num_heads": heads, "num_kv_heads": heads, "head_dim": dim, "scale": match.scale})
-    sizes = [tiles, patches, heads, dim]
-    by_tile = reshaped(graph, attended, f"{name}.by_tile",
+    by_tile = reshaped(graph, back, f"{name}.by_tile",
                        [size if isinstance(size, int) else -1 for size in sizes], sizes)
     graph.nodes.append(gs.Node(op="Transpose", name=name, attrs={"perm": [0, 2, 1, 3]},
                                inputs=[by_tile], outputs=[result]))
+
+
+def _apart(graph: gs.Graph, rows: list[gs.Variable], apart: gs.Tensor, heads: int, dim: int,
+           back: gs.Variable) -> tuple[list[gs.Variable], gs.Variable]:
+    """Queries, keys and values with larger heads, and attention's result, of which `back` is made.
+    """
+    name, larger = back.name, _head_dim(dim)
+    assert larger is not None
+    width = heads * dim
+    places = np.pad(np.arange(width).reshape(heads, dim), ((0, 0), (0, larger - dim)),
+                    constant_values=width).reshape(-1)
+    column = reshaped(graph, apart, f"{name}.apart", [-1, 1])
+    flags = (np.arange(heads * larger) % larger == dim).astype(np.float32)[None]
+    made = []
+    for what, x, sign in zip(("query", "key", "value"), rows, (-1, 1, 0), strict=True):
+        result = gs.Variable(f"{name}.{what}.larger", np.float32, [x.shape[0], heads * larger])
+        given: dict[str, gs.Tensor | None] = {
+            "x": x, "weight": selection(places, width, result.name)}
+        if sign:
+            added = gs.Variable(f"{result.name}.rows", np.float32, result.shape)
+            graph.nodes.append(gs.Node(op="Mul", name=added.name, outputs=[added], inputs=[
+                column, gs.Constant(f"{result.name}.flags", sign * _HIDES * flags)]))
+            given["residual"] = added
+        replace(graph, GEMM_RESIDUAL if sign else GEMM, given, [result])
+        made.append(result)
+    attended = gs.Variable(f"{name}.larger", np.float32, made[0].shape)
+    replace(graph, GEMM, {"x": attended, "weight": selection(
+        np.flatnonzero(places < width), heads * larger, name)}, [back])
+    return made, attended
 
 
 def _as_rows(graph: gs.Graph, tensor: gs.Tensor, name: str) -> gs.Variable:
@@ -270,11 +360,15 @@ def _nodes(graph: gs.Graph, name: str) -> Callable[..., gs.Variable]:
 
 
 def _starts(graph: gs.Graph, mask: gs.Tensor, name: str) -> gs.Variable:
-    """The first row of each tile and the number of rows, int32 [tiles + 1]."""
+    """The first row of each tile and the number of rows, int32 [tiles + 1].
+
+    Args:
+        mask: [tiles, 1, …, patches], or [1, patches, 1].
+    """
     computed = _nodes(graph, name)
     tiles, patches = (computed("Squeeze", f"{what}.size", [
         computed("Shape", f"{what}.axis", [mask], start=axis, end=axis + 1)])
-        for what, axis in (("tiles", 0), ("patches", 3)))
+        for what, axis in (("tiles", 0), ("patches", 3 if len(mask.shape) == 4 else 1)))
     end = computed("Mul", "end", [computed("Add", "count", [tiles, 1]), patches])
     starts = computed("Cast", "", [computed("Range", "rows", [0, end, patches])], to=6)
     count = mask.shape[0]

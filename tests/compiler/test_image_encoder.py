@@ -27,6 +27,7 @@ from llmc.compiler.graph.weights import Weight
 from llmc.compiler.lower import fuse_image, lower_image_device
 from llmc.compiler.options import CompileOptions
 from llmc.compiler.passes.image_attention import image_attention
+from llmc.compiler.passes.image_padding import image_padding
 from llmc.compiler.passes.image_patches import image_patches
 from llmc.compiler.passes.image_pools import image_pools
 from llmc.compiler.passes.image_program import divide_image
@@ -37,6 +38,7 @@ from llmc.compiler.targets.cuda import program_of
 from llmc.errors import LlmcError
 from llmc.plugins.bidirectional_attention.op import OP as ATTENTION
 from llmc.plugins.gemm_bias_act.op import OP as GEMM
+from llmc.plugins.layer_norm.op import OP as LAYER_NORM
 from llmc.plugins.rms_norm.op import OP as RMS_NORM
 from llmc.runtime.engines.image_encoder import with_equal_segments
 from llmc.runtime.multimodal import vision_inputs
@@ -427,7 +429,7 @@ def padded_attention():
 @pytest.mark.parametrize(("hidden", "index", "target", "reason"), [
     ([3], [2, 0], "cuda", ""), ([], [3, 0], "cuda", ""),
     ([3], [2, 3], "cuda", "rows of the prompt depend on patches of padding"),
-    ([1], [2, 0], "cuda", "does not hide the last patches"),
+    ([1], [2, 0], "cuda", "hides others than the last patches"),
     ([3], [2, 0], "cpu", "depends on values of the processor")])
 def test_attention_without_patches_of_padding(hidden, index, target, reason, tmp_path):
     """Its rows are arbitrary, so that a program is refused if rows of the prompt are of them."""
@@ -452,6 +454,55 @@ def test_attention_without_patches_of_padding(hidden, index, target, reason, tmp
         assert padding.tolist() == [row in hidden for row in range(4)]
         parts, _ = lower_image_device(graph, settings)
         assert [own.name for own in parts.device.inputs] == ["patches", "cu_seqlens", "merged_rows"]
+
+
+def test_patches_of_padding_that_are_hidden_from_each_other(tmp_path):
+    """By a further column of heads, whose layers are one with those before and after."""
+    graph = padded_attention()
+    scores, masked = (next(tensor for tensor in graph.tensors().values() if tensor.name == name)
+                      for name in ("scores", "masked"))
+    apart, turned, both, hides = (gs.Variable(name, np.float32, list(shape)) for name, shape in (
+        ("apart", (1, 4, 1)), ("across", (1, 1, 4)), ("both", (1, 4, 4)), ("hides", (1, 4, 4))))
+    masked.inputs[0].op, masked.inputs[0].inputs = "Add", [scores, hides]
+    graph.nodes += [
+        gs.Node("Transpose", inputs=[apart], outputs=[turned], attrs={"perm": [0, 2, 1]}),
+        gs.Node("MatMul", inputs=[apart, turned], outputs=[both]),
+        gs.Node("Mul", inputs=[both, gs.Constant("least", np.array(-1e38, np.float32))],
+                outputs=[hides])]
+    graph.inputs = [graph.inputs[0], apart, graph.inputs[2]]
+    tidy(graph)
+    values = {"pixel_values": pixels(4, 8), "index": np.array([3, 1]),
+              "apart": np.array([0, 1, 0, 1], np.float32).reshape(1, 4, 1)}
+    settings = Settings(8, 8, image_samples=(ImageSample(values, {"n": 2}),),
+                        options=CompileOptions(target="cuda"))
+    before, = written(graph, tmp_path).run(None, values)
+    counts = {name: number for report in fuse_image(graph, settings)
+              for name, number in report.matches.items()}
+    assert (counts["image-softmax"], counts["image-heads"]) == (1, 4)
+    after, = written(graph, tmp_path).run(None, values)
+    assert np.abs(after - before).max() < 1e-4
+    parts, _ = lower_image_device(graph, settings)
+    assert [own.name for own in parts.device.inputs] == [
+        "patches", "position_rows", "position_rows.1", "cu_seqlens", "merged_rows"]
+
+
+def test_zeros_after_a_norm_are_inserted_before_it(tmp_path):
+    x = gs.Variable("pixel_values", np.float32, [1, 2, 3, 8])
+    normed = gs.Variable("normed", np.float32, [1, 2, 3, 8])
+    y = gs.Variable("y", np.float32, [1, 2, 5, 8])
+    graph = gs.Graph(inputs=[x], outputs=[y], opset=plugins.OPSET)
+    replace(graph, LAYER_NORM, {"x": x, **{name: gs.Constant(name, Weight.of(pixels(8)))
+                                           for name in ("weight", "bias")}}, [normed])
+    graph.nodes.append(gs.Node("Pad", inputs=[normed, gs.Constant("pads", np.array(
+        [0, 0, 0, 0, 0, 0, 2, 0]))], outputs=[y]))
+    values, report = {"pixel_values": pixels(1, 2, 3, 8)}, Report("padding")
+    before, = written(graph, tmp_path).run(None, values)
+    image_padding(graph, Settings(8, 8, options=CompileOptions(target="cuda")), report)
+    tidy(graph)
+    assert report.matches == {"padding": 1}
+    assert [node.op for node in graph.nodes] == ["Pad", "LayerNorm", "Add"]
+    after, = written(graph, tmp_path).run(None, values)
+    assert np.abs(after - before).max() < 1e-6 and not after[:, :, 3:].any()
 
 
 def test_means_of_patches_are_gathered_and_multiplied(tmp_path):

@@ -33,9 +33,8 @@ from llmc.runtime.engines.cuda_image_encoder import declare_image_program, limit
 COMMON = ("llava", 1)  # the others are thorough
 # Tokens of a step for bidirectional attention within an image or the whole prompt.
 STEPS = {"gemma4_large": 80, "paligemma": 80, "paligemma2": 80}
-# Encoders that the host runs as a whole: they have overlapping windows (got_ocr2) or attend to
-# patches of padding (mllama).
-ON_HOST = {"got_ocr2", "mllama"}
+# Encoders that the host runs as a whole: of overlapping windows, with positions of each query.
+ON_HOST = {"got_ocr2"}
 # Encoders whose rows the host orders or assembles from those of the device.
 ROWS_ON_HOST = {"llava_next", "llava_onevision", "qwen2_5_vl", "exaone4_5"}
 # Chunks end within images, but for those with bidirectional attention.
