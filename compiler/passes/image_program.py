@@ -562,7 +562,7 @@ class _Division:
         columns = selection.firsts[0] if first else selection.firsts
         selected, added = (piece.run({**weights, source.name: own})[:, columns]
                            for own in (numbers, nothing))
-        return np.rint(selected - added).astype(np.int64)
+        return np.asarray(np.rint(selected - added), np.int64)
 
     def _broadcast(self, row: np.ndarray, like: gs.Tensor, name: str) -> gs.Variable:
         """A row, as often as another tensor has rows."""

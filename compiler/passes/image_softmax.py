@@ -308,8 +308,7 @@ def _rewrite(graph: gs.Graph, match: _Match, settings: Settings) -> None:
 
 def _apart(graph: gs.Graph, rows: list[gs.Variable], apart: gs.Tensor, heads: int, dim: int,
            back: gs.Variable) -> tuple[list[gs.Variable], gs.Variable]:
-    """Queries, keys and values with larger heads, and attention's result, of which `back` is made.
-    """
+    """Queries, keys and values with larger heads, and attention's result, which gives `back`."""
     name, larger = back.name, _head_dim(dim)
     assert larger is not None
     width = heads * dim

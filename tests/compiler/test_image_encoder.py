@@ -391,9 +391,11 @@ def test_a_mask_that_hides_nothing_is_no_mask(seen, reason):
 
 def padded_attention():
     """Two heads of four patches with a mask of the processor, and rows of some patches."""
-    kind = {"pixel_values": (4, 8), "rows": (4, 8), "split": (1, 4, 2, 4), "q": (1, 2, 4, 4),
-            "turned": (1, 2, 4, 4), **dict.fromkeys(("scores", "masked", "weights"), (1, 2, 4, 4)),
-            "y": (1, 2, 4, 4), "back": (1, 4, 2, 4), "attended": (4, 8), "mixed": (4, 8),
+    layouts = {"rows": (4, 8), "split": (1, 4, 2, 4), "heads": (1, 2, 4, 4)}
+    kind = {"pixel_values": (4, 8),
+            **{f"{name} {own}": shape for name in "qkv" for own, shape in layouts.items()},
+            **dict.fromkeys(("turned", "scores", "masked", "weights", "y"), (1, 2, 4, 4)),
+            "back": (1, 4, 2, 4), "attended": (4, 8), "mixed": (4, 8),
             "chosen": ("n", 8), "result": ("n", 3)}
     by_name = {name: gs.Variable(name, np.float32, list(shape)) for name, shape in kind.items()}
     mask, index = gs.Variable("mask", bool, [1, 1, 4, 4]), gs.Variable("index", np.int64, ["n"])
@@ -408,18 +410,21 @@ def padded_attention():
             f"{output}.w", Weight.of(pixels(width, 8)))}, [by_name[output]])
 
     graph = gs.Graph([
-        node("Reshape", ["rows", np.array([1, 4, 2, 4])], "split"),
-        node("Transpose", ["split"], "q", perm=[0, 2, 1, 3]),
-        node("Transpose", ["q"], "turned", perm=[0, 1, 3, 2]),
-        node("MatMul", ["q", "turned"], "scores"),
+        *(own for name in "qkv" for own in (
+            node("Reshape", [f"{name} rows", np.array([1, 4, 2, 4])], f"{name} split"),
+            node("Transpose", [f"{name} split"], f"{name} heads", perm=[0, 2, 1, 3]))),
+        node("Transpose", ["k heads"], "turned", perm=[0, 1, 3, 2]),
+        node("MatMul", ["q heads", "turned"], "scores"),
         node("Where", [mask, "scores", np.float32(-1e30)], "masked"),
-        node("Softmax", ["masked"], "weights", axis=-1), node("MatMul", ["weights", "q"], "y"),
+        node("Softmax", ["masked"], "weights", axis=-1),
+        node("MatMul", ["weights", "v heads"], "y"),
         node("Transpose", ["y"], "back", perm=[0, 2, 1, 3]),
         node("Reshape", ["back", np.array([4, 8])], "attended"),
         node("Gather", ["mixed", index], "chosen", axis=0),
     ], inputs=[by_name["pixel_values"], mask, index], outputs=[by_name["result"]],
         opset=plugins.OPSET)
-    linear("pixel_values", "rows", 8)
+    for name in "qkv":
+        linear("pixel_values", f"{name} rows", 8)
     linear("attended", "mixed", 8)
     linear("chosen", "result", 3)
     tidy(graph)

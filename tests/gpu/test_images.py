@@ -37,6 +37,19 @@ def cases(request, extension, tmp_path_factory):
         return root, prompts, llm.generate(prompts, GREEDY)
 
 
+@pytest.fixture(scope="module", params=["glm_ocr", "llama4", "llava_onevision", "gemma4_large",
+                                        "mllama"])
+def encoders(request, extension, tmp_path_factory):
+    """Norms of heads; a table of one tile; a canvas; means and bounds; patches of padding."""
+    root = tmp_path_factory.mktemp(request.param)
+    write_model(request.param, root / "hf")
+    llmc.compile(root / "hf", root / "cpu")
+    for dtype in ("float32", "bfloat16"):
+        llmc.compile(root / "hf", root / dtype, target="cuda", dtype=dtype)
+    with llmc.LLM(root / "cpu") as llm:
+        return root, prompts_of(llm)
+
+
 def assert_like(completions, expected):
     for own, other in zip(completions, expected, strict=True):
         assert own.token_ids == other.token_ids
@@ -63,8 +76,16 @@ def test_first_tokens_in_16_bits(cases):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_are_those_of_the_cpu(dtype, cases, monkeypatch):
-    """Of small and large images, for which the program is loaded again."""
-    root, prompts, _ = cases
+    assert_rows(*cases[:2], dtype, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_other_encoders_are_those_of_the_cpu(dtype, encoders, monkeypatch):
+    assert_rows(*encoders, dtype, monkeypatch)
+
+
+def assert_rows(root, prompts, dtype, monkeypatch):
+    """Rows of small and large images, for which the program is loaded again."""
     monkeypatch.setattr(cuda_image_encoder, "_PATCHES", 128)
     with llmc.LLM(root / "cpu") as llm:
         items = [own.item for prompt in prompts for own in llm.media_prompt(
