@@ -66,6 +66,7 @@ MAX_CHUNK = 512  # prompt tokens in one run of the graphs; see `CpuEngine._chunk
 # BERT of 12 layers of 768, 12.2 and 11.6. Four texts of 13 tokens take 3.4 ms in two groups on two
 # cores, 4.3 in one group on both; two texts in float32 6.2 and 5.7.
 MIN_GROUP, MAX_GROUP = 24, 128
+_NO_INT32, _NO_INT64 = np.empty(0, np.int32), np.empty(0, np.int64)
 MIN_CHUNK = 16  # even if its attention scores exceed SCORE_BYTES
 SCORE_BYTES = 2**28  # limit of the attention scores of all ranks
 
@@ -172,6 +173,9 @@ class CpuEngine:
         self._last_uses = self._find_last_uses(chip.steps, {chip.result, *chip.features})
         self._per_token = manifest.pooling is not None and manifest.pooling.per_token
         self._unchunked = manifest.is_whole and not self._per_token
+        self._pool_graph: GraphStep | None = None  # of texts, if it is the rank's only one
+        if manifest.pooling and not self._kept and not self._loras and len(segments) == 1:
+            self._pool_graph, = segments
         self._pool_threads = self._make_pool_threads(case_dir, placement)
         self._draft_uses = [self._find_last_uses(draft.steps, {"logits", HIDDEN_OUT})
                             for draft in self._drafts]
@@ -253,25 +257,24 @@ class CpuEngine:
 
     def _make_pool_threads(self, case_dir: Path, placement: Placement) -> PoolThreads | None:
         """Return threads for groups of texts, if the rank has several cores and one graph."""
-        steps = self._chip.steps
-        if self._kept or self._loras or len(steps) > 1 or len(placement.cores) < 2:
+        step = self._pool_graph
+        if step is None or len(placement.cores) < 2:
             return None
-        (step,) = steps
-        assert isinstance(step, GraphStep)
         return PoolThreads(len(placement.cores), lambda: cpu_sessions.load(
             case_dir, step, cpu_sessions.one_thread()), POOLED)
 
     def _pool_parts(self, parts: Sequence[_Part]) -> list[np.ndarray]:
         """Run parts of texts, on all cores; returns the pooled rows of each."""
-        if self._pool_threads is None or len(parts) < 2:
+        if (step := self._pool_graph) is None:
             return [self._pool_part(part) for part in parts]
-        (step,) = self._chip.steps
-        assert isinstance(step, GraphStep)
-        given = [self._values(part) for part in parts]
+        inputs = [{name: values[name] for name in step.inputs} for values in map(
+            self._values, parts)]
         with cpu_sessions.translate_errors(f"ONNX Runtime failed in '{step.path}'", "give shorter "
                                            "texts, or lower max_num_batched_tokens"):
-            return self._pool_threads.run(
-                [{name: values[name] for name in step.inputs} for values in given])
+            if self._pool_threads is not None and len(parts) > 1:
+                return self._pool_threads.run(inputs)
+            session = self._sessions[step.path]
+            return [session.run([POOLED], own)[0] for own in inputs]
 
     def _pool_part(self, part: _Part) -> np.ndarray:
         values = self._values(part)
@@ -303,9 +306,12 @@ class CpuEngine:
 
     def _whole(self, step: Step, group: Sequence[int]) -> _Part:
         """Some sequences of a step, all of whose tokens are new."""
+        if step.batch_size == 1:
+            return _Part(step.token_ids, step.cu_seqlens, step.past_lens, step.seq_lens,
+                         _NO_INT64, step.lora_ids if self._loras else _NO_INT32, _NO_INT32,
+                         token_type_ids=_taken(step.token_type_ids, slice(None)))
+
         def packed(tokens: np.ndarray) -> np.ndarray:
-            if step.batch_size == 1:
-                return tokens
             return np.concatenate([tokens[step.cu_seqlens[i]:step.cu_seqlens[i + 1]]
                                    for i in group])
 
