@@ -39,6 +39,7 @@ from llmc.artifacts.manifest import (
 )
 from llmc.artifacts.weight_file import WEIGHTS_NAME
 from llmc.errors import LlmcError
+from llmc.memory import memory
 from llmc.plugins.attention.op import AXES
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.core.step import (
@@ -66,6 +67,7 @@ MAX_CHUNK = 512  # prompt tokens in one run of the graphs; see `CpuEngine._chunk
 # BERT of 12 layers of 768, 12.2 and 11.6. Four texts of 13 tokens take 3.4 ms in two groups on two
 # cores, 4.3 in one group on both; two texts in float32 6.2 and 5.7.
 MIN_GROUP, MAX_GROUP = 24, 128
+COPY_SHARE = 4  # free memory is divided by this to get the limit of a copy of the weights
 _NO_INT32, _NO_INT64 = np.empty(0, np.int32), np.empty(0, np.int64)
 MIN_CHUNK = 16  # even if its attention scores exceed SCORE_BYTES
 SCORE_BYTES = 2**28  # limit of the attention scores of all ranks
@@ -256,9 +258,15 @@ class CpuEngine:
         return [each[index] for index in step.sample.tolist()]
 
     def _make_pool_threads(self, case_dir: Path, placement: Placement) -> PoolThreads | None:
-        """Return threads for groups of texts, if the rank has several cores and one graph."""
+        """Return threads for groups of texts, if the rank has several cores and one graph.
+
+        Their session holds another copy of the weights, for which there must be enough memory.
+        """
         step = self._pool_graph
         if step is None or len(placement.cores) < 2:
+            return None
+        size = (case_dir / self._chip.path / WEIGHTS_NAME).stat().st_size
+        if size > memory("MemAvailable") // COPY_SHARE:
             return None
         return PoolThreads(len(placement.cores), lambda: cpu_sessions.load(
             case_dir, step, cpu_sessions.one_thread()), POOLED)
@@ -557,10 +565,10 @@ class CpuEngine:
         if part.input_features is not None:
             values[INPUT_FEATURES] = part.input_features
         self._run_steps(self._chip.encoder.steps, self._encoder_uses, part, values)
-        for name, memory in self._memory.items():
+        for name, buffer in self._memory.items():
             for (row, first, _), start, end in zip(prompts, part.cu_seqlens, part.cu_seqlens[1:],
                                                    strict=False):
-                memory[row, first:first + end - start] = values[name][start:end]
+                buffer[row, first:first + end - start] = values[name][start:end]
 
     def _run_steps(self, steps: Steps, last_uses: list[list[str]], batch: _Part,
                    values: dict[str, np.ndarray]) -> None:

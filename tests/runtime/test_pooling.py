@@ -109,6 +109,15 @@ def test_the_cores_share_a_step_of_several_texts(made, bert):
     assert not record_groups(threads, lambda: bert.embed(few[:1]))
 
 
+def test_weights_are_copied_only_where_memory_suffices(made, monkeypatch):
+    monkeypatch.setattr(cpu, "memory", lambda name: 1000)
+    texts = random_texts(9, 66, seed=14)
+    with llmc.LLM(made[0] / "bert.case") as llm:
+        rank, = families.ranks(llm)
+        assert rank._pool_threads is None
+        assert_equal_rows(llm.embed(texts), made[1]["bert"], texts, "mean")
+
+
 def record_groups(threads, call):
     """Groups of each step that the threads share during a call."""
     given, run = [], threads.run
