@@ -1,10 +1,12 @@
-"""Conversion of out-of-memory errors of any library to LlmcError."""
+"""The machine's memory, and conversion of out-of-memory errors of any library to LlmcError."""
 
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from llmc.errors import LlmcError
 
@@ -34,3 +36,12 @@ def memory_errors(work: str) -> Iterator[None]:
         raise LlmcError(f"too little memory to {work}{f' ({reason})' if reason else ''}; free "
                         f"memory, or raise the limit of this process (ulimit -v, cgroup)") \
             from error
+
+
+def memory(name: str) -> int:
+    """A value of /proc/meminfo in bytes; the installed memory if it is absent."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+    except (OSError, StopIteration, ValueError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

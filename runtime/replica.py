@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import numpy as np
 
 from llmc.artifacts.manifest import DraftInfo, Manifest
 from llmc.errors import LlmcError
+from llmc.memory import memory
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.core.step import Engine, EngineLimits, Step, StepOutput
 from llmc.runtime.devices import Placement, pin, place
@@ -156,15 +156,6 @@ def _max_drafts(draft: DraftInfo | None) -> int:
     """Drafts of a sequence in a step, given the loaded draft model."""
     of_model = None if draft is None else draft.max_drafts
     return min(MAX_DRAFTS, of_model or MAX_DRAFTS)
-
-
-def memory(name: str) -> int:
-    """A value of /proc/meminfo in bytes; the installed memory if it is absent."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
-    except (OSError, StopIteration, ValueError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class CpuReplica:

@@ -47,7 +47,7 @@ class LlmcPlatform(Platform):
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        from llmc.runtime.replica import memory
+        from llmc.memory import memory
 
         return memory("MemTotal")
 
