@@ -1485,15 +1485,22 @@ def require_causal_lm(manifest: Manifest, command: str) -> None:
                         f"'{manifest.source.architecture}'; give a causal LM")
 
 
-def require_speech(manifest: Manifest) -> EncoderInfo:
+def require_speech(manifest: Manifest, instead: str = "") -> EncoderInfo:
     """Return the encoder of a model that transcribes speech.
+
+    Args:
+        instead: another remedy, after a comma.
 
     Raises:
         LlmcError: its encoder reads no audio.
     """
     if manifest.encoder is None or manifest.features is None:
-        raise LlmcError(f"'{manifest.source.architecture}' does not transcribe speech; give an "
-                        f"encoder-decoder model of audio, such as Whisper")
+        images, audio = (f", {name}" if own else "" for name, own in (
+            ("images", manifest.image), ("audio", manifest.audio)))
+        taken = " and".join(f"text{images}{audio}".rsplit(",", 1))
+        raise LlmcError(f"'{manifest.source.architecture}' takes {taken} in prompts, and does not "
+                        f"transcribe speech; give an encoder-decoder model of audio, such as "
+                        f"Whisper{instead}")
     return manifest.encoder
 
 

@@ -137,7 +137,7 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
     if speech is not None and manifest.audio is not None:
         audio, speech = audio_of_prompts(speech, manifest), None
     if speech is not None:
-        require_speech(manifest)
+        require_speech(manifest, ", or one that takes audio in prompts, such as Qwen2-Audio")
         unused = next((name for name, given in (("chat", chat), ("image", images),
                                                 ("adapter", adapter)) if given), printed)
         if unused is not None:
