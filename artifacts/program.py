@@ -67,7 +67,6 @@ IMAGE_INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "patches": (_FLOATS, "num_tokens"), "position_rows": (_FLOATS, "num_tokens"),
     "cos": (("float32",), "num_tokens"), "sin": (("float32",), "num_tokens"),
     "cu_seqlens": (("int32",), "batch_plus_1"), "merged_rows": (("int64",), "num_logits")}
-ROW_ORDER = "row_order"  # what the host computes besides: the program's row of each of the prompt's
 _IMAGE_ROWS = ("patches", "position_rows")  # of these, of the dtype of values
 # Engine inputs that an op's integer inputs may be, if not only the one of the same name. An
 # Embedding may look up positions and token types.
@@ -717,7 +716,7 @@ def read_image_program(manifest: Manifest, case_dir: Path) -> \
     """
     chip = manifest.chips[0]
     assert manifest.image is not None
-    step = manifest.image.steps[-1]
+    step = manifest.image.steps[1]
     path = case_dir / step.path if isinstance(step, GraphStep) else case_dir
     stored, program = read_weight_header(case_dir / chip.path / WEIGHTS_NAME), read_program(path)
     try:

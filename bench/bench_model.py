@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import datetime
 import importlib.metadata
 import importlib.util
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -122,6 +124,31 @@ def write_eagle3(target: Path, directory: Path, draft_vocab: int = 32000) -> Pat
     tensors["norm.weight"] = torch.zeros(hidden, dtype=torch.bfloat16)
     tensors["d2t"] = torch.zeros(draft_vocab, dtype=torch.int64)
     save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def write_as(directory: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write a Hugging Face directory of one of transformers' models with random weights.
+
+    Args:
+        config: of config.json, with `architectures`; written as it is.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "config.json"
+    path.write_text(json.dumps(config))
+    architecture, = config["architectures"]
+    with torch.device("meta"):
+        model = getattr(transformers, architecture)(AutoConfig.from_pretrained(directory))
+    model = model.to(dtype).to_empty(device="cpu")
+    model.tie_weights()
+    generator = torch.Generator().manual_seed(0)
+    numbers = (torch.randn(1 << 20, generator=generator) * 0.02).to(dtype)
+    for name, parameter in model.named_parameters():
+        start = int(torch.randint(1 << 19, (), generator=generator))
+        own = _repeated(numbers[start:], tuple(parameter.shape))
+        parameter.data = own + 1 if "norm" in name and name.endswith("weight") else own
+    model.save_pretrained(directory, max_shard_size="4GB")
+    path.write_text(json.dumps(config))  # save_pretrained writes its version's form
     return directory
 
 
@@ -371,6 +398,42 @@ def in_blocks(source: Path, directory: Path, size: int = 128) -> Path:
         tensors[f"{name}_scale_inv"] = scales
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     return directory
+
+
+def gemm_seconds(count: int, width: int, rows: int, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Mean time of torch's product [count, width] × [rows, width]ᵀ on the GPU."""
+    x, weight = (torch.randn(own, width, device="cuda", dtype=dtype) for own in (count, rows))
+    out = torch.empty(count, rows, device="cuda", dtype=dtype)
+    for _ in range(5):
+        torch.mm(x, weight.t(), out=out)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(50):
+        torch.mm(x, weight.t(), out=out)
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3 / 50
+
+
+def kernel_times(work: Callable[[], object]) -> tuple[float, dict[str, float], dict[str, int]]:
+    """Run `work`; return its seconds, and seconds and launches of each kernel on the GPU.
+
+    A time in which several kernels run counts for the first that ends. Copies are kernels, too.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        begun = time.perf_counter()
+        work()
+        seconds = time.perf_counter() - begun
+    events = sorted((event.time_range.end, event.time_range.start, event.name)
+                    for event in recorded.events() if event.device_type.name == "CUDA")
+    taken: dict[str, float] = collections.defaultdict(float)
+    counts: dict[str, int] = collections.Counter()
+    latest = 0.0
+    for end, start, name in events:
+        taken[name] += (end - max(start, latest)) / 1e6
+        counts[name] += 1
+        latest = end
+    return seconds, taken, counts
 
 
 def environment(*packages: str) -> str:

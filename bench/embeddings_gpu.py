@@ -92,26 +92,8 @@ def gemm_limit(name: str) -> float:
     gated = fields["model_type"] == "qwen3"
     shapes = [(hidden, heads + 2 * kv_heads), (heads, hidden),
               (hidden, inner * (2 if gated else 1)), (inner, hidden)]
-    taken = 0.0
-    for width, rows in shapes:
-        x, weight = (torch.randn(count, width, device="cuda", dtype=torch.bfloat16)
-                     for count in (STEP, rows))
-        out = torch.empty(STEP, rows, device="cuda", dtype=torch.bfloat16)
-        taken += _seconds(lambda x=x, w=weight, out=out: torch.mm(x, w.t(), out=out))  # type: ignore[misc]
+    taken = sum(bench_model.gemm_seconds(STEP, width, rows) for width, rows in shapes)
     return STEP / (taken * fields["num_hidden_layers"])
-
-
-def _seconds(work: Callable[[], object], repeats: int = 50) -> float:
-    """Mean time of work on the GPU."""
-    for _ in range(5):
-        work()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(repeats):
-        work()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1e3 / repeats
 
 
 def of_llmc(directory: Path) -> Embed:

@@ -14,7 +14,6 @@ time of each kernel in one more run.
 from __future__ import annotations
 
 import argparse
-import collections
 import gc
 import os
 import statistics
@@ -92,25 +91,13 @@ def measure(workload: Workload, generate: Generate, runs: int) -> None:
 
 def profile(workload: Workload, generate: Generate, runs: int) -> None:
     """Print the time of each kernel, from the latest end before it to its own end."""
-    import torch
+    import bench_model
 
     prompts, outputs = workload.requests(runs)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
-        start = time.perf_counter()
-        generate(prompts, outputs)
-        seconds = time.perf_counter() - start
-    events = sorted((event.time_range.end, event.time_range.start, event.name)
-                     for event in recorded.events() if event.device_type.name == "CUDA")
-    taken: dict[str, float] = collections.defaultdict(float)
-    counts: collections.Counter[str] = collections.Counter()
-    latest = 0.0
-    for end, start, name in events:
-        taken[name] += end - max(start, latest)
-        counts[name] += 1
-        latest = end
-    print(f"\n{workload.name}: {seconds:.2f} s, kernels {sum(taken.values()) / 1e6:.2f} s")
+    seconds, taken, counts = bench_model.kernel_times(lambda: generate(prompts, outputs))
+    print(f"\n{workload.name}: {seconds:.2f} s, kernels {sum(taken.values()):.2f} s")
     for name, spent in sorted(taken.items(), key=lambda item: -item[1])[:25]:
-        print(f"{spent / 1e3:9.1f} ms {counts[name]:7d} x {spent / counts[name]:8.1f} us  "
+        print(f"{spent * 1e3:9.1f} ms {counts[name]:7d} x {spent * 1e6 / counts[name]:8.1f} us  "
               f"{name[:110]}")
 
 

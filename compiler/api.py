@@ -238,7 +238,7 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
         if image is not None and raw.image is not None:
             others["image"] = ImageEncoder(
                 image, raw.image.computed, raw.image.grid, raw.image.bidirectional,
-                raw.image.token_id, raw.image.padded, lowered.image_device)
+                raw.image.token_id, raw.image.padded, lowered.image_device, lowered.image_rows)
         if rank == 0 and lowered.audio is not None:
             others["audio"] = lowered.audio
         chip, written = backend(target.kind).emit(graph, rank, directory, options, *encoder,
@@ -246,7 +246,7 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
         forms = weight_forms([graph, *encoder, *draft])
         media = {kind: program.model_copy(update={"quantization": weight_forms(graphs)})
                  for kind, program, graphs in (
-                     ("image", chip.image, (lowered.image, lowered.image_device)),
+                     ("image", chip.image, lowered.image_graphs),
                      ("audio", chip.audio, (lowered.audio,))) if program is not None}
         chips.append(chip.model_copy(update={"quantization": forms, **media}))
         files.extend(_inside(chip.path, written))
@@ -280,8 +280,7 @@ def write(raw: RawModel, lowered: Lowered, target: Target, options: CompileOptio
         target=target,
         kv_cache_layout="paged" if target.spec.paged else "linear",
         ops=_used_ops([*lowered.graphs, *lowered.encoders, *chain(*lowered.drafts),
-                       *(own for own in (lowered.image, lowered.image_device, lowered.audio)
-                         if own)]),
+                       *lowered.image_graphs, *([lowered.audio] if lowered.audio else [])]),
         tokenizer=tokenizer,
         sampling=sampling, chips=tuple(chips),
         passes=tuple(PassReport(name=report.name, matches=report.matches,

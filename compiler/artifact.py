@@ -287,14 +287,22 @@ def describe_encoder(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, .
                           steps=steps)
 
 
-def describe_image(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, ...],
+def describe_image(graph: gs.Graph, outputs: Sequence[gs.Tensor],
+                   steps: tuple[GraphStep | CollectiveStep, ...],
                    computed: tuple[VisionInput, ...], grid: PositionGrid | None,
                    bidirectional: Bidirectional | None, token_id: int | None,
                    padded: bool) -> ImageEncoderProgram:
-    """Return the manifest's entry of the image encoder."""
-    return ImageEncoderProgram(inputs=_describe(graph.inputs), outputs=_describe(graph.outputs),
-                               steps=steps, computed=computed, grid=grid,
-                               bidirectional=bidirectional, token_id=token_id, padded=padded)
+    """Return the manifest's entry of the image encoder.
+
+    Args:
+        graph: of the first step.
+        outputs: of the last step.
+    """
+    rows = tuple(TensorInfo(name=own.name, dtype="float32", shape=("num_embeds", own.shape[-1]))
+                 for own in outputs)
+    return ImageEncoderProgram(inputs=_describe(graph.inputs), outputs=rows, steps=steps,
+                               computed=computed, grid=grid, bidirectional=bidirectional,
+                               token_id=token_id, padded=padded)
 
 
 def describe_audio(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, ...]) -> \

@@ -314,8 +314,8 @@ class Lowered:
     `encoders` is empty for a model without an encoder or `memory`, `drafts` for one without a draft
     model. A
     draft model may have several graphs. `image` is the image encoder, of rank 0. With
-    `image_device`, it computes the inputs of that graph. `audio` is the encoder of audio clips, of
-    rank 0.
+    `image_device`, it computes the inputs of that graph, and `image_rows`, if any, what follows.
+    `audio` is the encoder of audio clips, of rank 0.
     """
 
     graphs: list[gs.Graph]
@@ -329,8 +329,14 @@ class Lowered:
     pooling: PoolingInfo | None = None
     image: gs.Graph | None = None
     image_device: gs.Graph | None = None
+    image_rows: gs.Graph | None = None
     audio: gs.Graph | None = None
     memory: ImageMemory | None = None
+
+    @property
+    def image_graphs(self) -> list[gs.Graph]:
+        """Those of the image encoder."""
+        return [own for own in (self.image, self.image_device, self.image_rows) if own is not None]
 
 
 def lower(raw: RawModel, options: CompileOptions) -> Lowered:
@@ -476,8 +482,7 @@ def lower_media(lowered: Lowered, raw: RawModel) -> Lowered:
     for step in (*AUDIO_PASSES, *(AUDIO_QUANTIZE_PASSES if quantizes else ())):
         reports.append(_run_encoder_pass(step, graph, settings, "audio"))
     name_media_weights([lowered.graphs[0], *(lowered.drafts[0] if lowered.drafts else []),
-                        *(own for own in (lowered.image, lowered.image_device) if own)],
-                       graph, "audio")
+                        *lowered.image_graphs], graph, "audio")
     return replace(lowered, audio=graph, reports=reports)
 
 
@@ -506,11 +511,11 @@ def lower_image(lowered: Lowered, raw: RawModel) -> Lowered:
     graph, reports = raw.image.graph, list(lowered.reports)
     settings = replace(lowered.settings, image_samples=raw.image.samples)
     reports += fuse_image(graph, settings)
-    device = None
+    device = rows = None
     if settings.target.runs_program:
         try:
             parts, more = lower_image_device(graph.copy(), settings)
-            graph, device = parts.host, parts.device
+            graph, device, rows = parts.host, parts.device, parts.rows
             reports += more
         except LlmcError as error:  # the host runs all of it
             reports.append(Report("image.device", divide_image, "image"))
@@ -525,7 +530,9 @@ def lower_image(lowered: Lowered, raw: RawModel) -> Lowered:
     name_media_weights(others, graph, "image")
     if device is not None:
         name_media_weights([*others, graph], device, "image")
-    return replace(lowered, image=graph, image_device=device, reports=reports)
+        if rows is not None:
+            name_media_weights([*others, graph, device], rows, "image")
+    return replace(lowered, image=graph, image_device=device, image_rows=rows, reports=reports)
 
 
 def fuse_image(graph: gs.Graph, settings: Settings) -> list[Report]:
@@ -553,6 +560,8 @@ def lower_image_device(graph: gs.Graph, settings: Settings) -> tuple[ImageParts,
     """
     parts, reports = divide_image(graph, settings.image_samples), list[Report]()
     verify(parts.device, "divide_image")
+    if parts.rows is not None:
+        verify(parts.rows, "divide_image")
     for step in IMAGE_DEVICE_PASSES:
         if not step.when(settings.target):
             continue

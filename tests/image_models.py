@@ -57,7 +57,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm46v": ("glm4v", {}),
     "glm_ocr": ("glm4v", {}),
     "qwen3_vl": ("qwen3_vl", {"patch_size": 16, "deepstack_visual_indexes": [0, 1]}),
-    "qwen3_vl_moe": ("qwen3_vl", {"patch_size": 16, "deepstack_visual_indexes": [0, 1]}),
+    # A deep layer for each of the language model's.
+    "qwen3_vl_moe": ("qwen3_vl", {"patch_size": 16, "deepstack_visual_indexes": [0, 1, 2]}),
     "qwen3_5": ("qwen3_vl", {"patch_size": 16}),
     "qwen3_5_moe": ("qwen3_vl", {"patch_size": 16}),
 }

@@ -1,10 +1,11 @@
-"""Division of a fused image encoder into a graph for the host and one for a device.
+"""Division of a fused image encoder into graphs for the host and one for a device.
 
 Given:   pixels → Reshape, Transpose → patches → GEMM → Concat with a class token, Add of positions
          → row-wise ops and attention → Reshape, Transpose, … → row-wise ops → rows
 Result:  host: pixels and sizes → patches, position rows, cosines and sines, cu_seqlens, indices
          device: patches → GemmBiasRes(residual = position rows) → row-wise ops and attention →
          Gather of each index → Concat → row-wise ops → rows
+         host: what follows, such as another order, inserted rows or sums of weighted rows
 
 What does not depend on pixels is computed by the host, as are orders of patches. The nodes between
 two row-wise ops only select and join rows; that is determined by running them on numbered elements,
@@ -21,10 +22,10 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc import plugins
-from llmc.artifacts.program import MOST_JOINED, ROW_ORDER
+from llmc.artifacts.program import MOST_JOINED
 from llmc.compiler.graph.image_samples import ImageSample
 from llmc.compiler.graph.names import PIXEL_VALUES
-from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, Piece, data_tensors, dependents
+from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, Piece, cone, data_tensors, dependents
 from llmc.compiler.graph.rewrite import (
     NoMatch,
     constant,
@@ -51,17 +52,20 @@ _TOKENS, _ROWS = "num_tokens", "num_logits"
 
 @dataclass(frozen=True)
 class ImageParts:
-    """An image encoder in two graphs.
+    """An image encoder in two or three graphs.
 
     Args:
-        host: from the inputs of the encoder to those of `device`, and perhaps `ROW_ORDER`, int64
-            [num_logits].
+        host: from the inputs of the encoder to those of `device`, and to those of `rows` that the
+            device does not compute.
         device: from patches [num_tokens, …] to rows [num_logits, …] or [num_tokens, …]. All nodes
             work on rows, attend, or gather rows.
+        rows: for the host, from what the others compute to the outputs of the encoder; None: the
+            device computes these.
     """
 
     host: gs.Graph
     device: gs.Graph
+    rows: gs.Graph | None = None
 
 
 def divide_image(graph: gs.Graph, samples: Sequence[ImageSample]) -> ImageParts:
@@ -104,12 +108,16 @@ class _Division:
     def __init__(self, graph: gs.Graph, samples: Sequence[ImageSample]) -> None:
         self._graph, self._samples = graph, samples
         self._data = data_tensors(graph)
-        self._on_device = [node for node in graph.nodes if self._is_row_wise(node)]
-        self._computed = {id(tensor) for node in self._on_device for tensor in node.outputs}
-        self._of_rows = dependents(graph, self._computed)
-        self._on_device = [node for node in graph.nodes if self._joins_columns(node)
-                           or any(node is own for own in self._on_device)]
-        self._computed |= {id(tensor) for node in self._on_device for tensor in node.outputs}
+        self._before = _before_llmc(graph)
+        on_device = {id(node) for node in graph.nodes if self._is_row_wise(node)}
+        self._of_rows = dependents(graph, {
+            id(tensor) for node in graph.nodes if id(node) in on_device for tensor in node.outputs})
+        self._on_device: list[gs.Node] = []
+        self._computed: set[int] = set()
+        for node in graph.nodes:
+            if (id(node) in on_device or self._joins_columns(node)) and not self._is_last(node):
+                self._on_device.append(node)
+                self._computed |= {id(tensor) for tensor in node.outputs}
         self._given: dict[int, gs.Variable] = {}  # inputs of the device, by the host's tensor
         self._names: dict[str, int] = {}
         self._host: list[gs.Tensor] = []
@@ -126,6 +134,11 @@ class _Division:
         return node.op in ELEMENTWISE and id(node.outputs[0]) in self._data \
             and all(shape is not None and len(shape) == 2 for shape in shapes)
 
+    def _is_last(self, node: gs.Node) -> bool:
+        """Whether a node works on rows that the host computes of those of the device."""
+        return id(node.outputs[0]) not in self._before and not all(
+            id(tensor) in self._computed for tensor in node.inputs if id(tensor) in self._data)
+
     def _joins_columns(self, node: gs.Node) -> bool:
         return node.op == "Concat" and node.attrs["axis"] == -1 \
             and len(node.inputs) <= MOST_JOINED and all(
@@ -139,9 +152,10 @@ class _Division:
             for index, tensor in enumerate(node.inputs):
                 node.inputs[index] = self._operand(node, names[index], tensor)
             self._nodes.append(node)
-        outputs = [self._output(tensor) for tensor in self._graph.outputs]
+        outputs, rows = self._outputs()
+        others = [*self._on_device, *([] if rows is None else rows.nodes)]
         host = gs.Graph(nodes=[node for node in self._graph.nodes
-                               if not any(node is own for own in self._on_device)],
+                               if not any(node is own for own in others)],
                         inputs=list(self._graph.inputs), outputs=self._host, opset=plugins.OPSET)
         device = gs.Graph(nodes=self._nodes, inputs=[*self._given.values()], outputs=outputs,
                           opset=plugins.OPSET)
@@ -156,7 +170,9 @@ class _Division:
                 kept.add(id(tensor))
                 tensor.name = f"host.{tensor.name}"  # not that of an output
         _number_rows(device)
-        return ImageParts(host, device)
+        for given, result in zip(rows.inputs if rows is not None else (), outputs, strict=False):
+            given.shape = result.shape
+        return ImageParts(host, device, rows)
 
     def _operand(self, node: gs.Node, name: str, tensor: gs.Tensor) -> gs.Tensor:
         """An input of a node of the device there."""
@@ -309,32 +325,93 @@ class _Division:
             inputs.append(self._input(column, MERGED_ROWS, _ROWS))
         return inputs
 
-    def _output(self, tensor: gs.Tensor) -> gs.Tensor:
-        """An output on the device; the host may order its rows."""
+    def _outputs(self) -> tuple[list[gs.Tensor], gs.Graph | None]:
+        """Outputs of the device, and the nodes that follow, whose first inputs they are."""
+        results = [self._output(tensor) for tensor in self._graph.outputs]
+        found = [own for own in results if own is not None]
+        if len(found) < len(results):
+            return self._rest()
+        for result, tensor in zip(found, self._graph.outputs, strict=True):
+            result.name = tensor.name
+        return found, None
+
+    def _output(self, tensor: gs.Tensor) -> gs.Tensor | None:
+        """The rows of a device's op that an output is; None: it is computed from them."""
         if id(tensor) in self._computed:
             return tensor
-        selection = self._selection(tensor)
-        if selection is None or selection.count > 1 or selection.adds \
-                or (len(self._graph.outputs) > 1 and not selection.keeps):
-            raise LlmcError(f"the output {describe(tensor)} of the image encoder is not an order "
-                            f"of rows of one row-wise op; compile for --target cpu")
-        result = selection.source
-        if not selection.keeps:
-            index = self._rows_of(selection, f"{tensor.name}.order", self._merged(), 0)
-            order = self._computed_by("Squeeze", ROW_ORDER, [
-                index, gs.Constant(f"{ROW_ORDER}.axis", np.array([1]))])
-            order.shape, order.dtype = [_ROWS], np.dtype(np.int64)
-            self._host.append(order)
-        result.name = tensor.name
-        return result
+        try:
+            selection = self._selection(tensor)
+        except LlmcError:
+            return None
+        return selection.source if selection is not None and selection.keeps else None
+
+    def _rest(self) -> tuple[list[gs.Tensor], gs.Graph]:
+        """Outputs of the device, and the nodes that compute those of the encoder from them."""
+        nodes, borders = list[gs.Node](), dict[int, gs.Tensor]()
+        names = [tensor.name for tensor in self._graph.outputs]
+        known = {*self._computed}  # what depends on the device's rows or on their number
+        for node in self._graph.nodes:
+            if any(id(tensor) in known for tensor in node.inputs):
+                known.update(id(tensor) for tensor in node.outputs)
+        waiting, seen = list(self._graph.outputs), set[int]()
+        while waiting:
+            tensor = waiting.pop()
+            if id(tensor) in self._computed or id(tensor) not in known:
+                if not (tensor.is_empty() or isinstance(tensor, gs.Constant)):
+                    borders[id(tensor)] = tensor
+                continue
+            node = tensor.inputs[0]
+            if id(node) not in seen:
+                seen.add(id(node))
+                nodes.append(node)
+                waiting.extend(node.inputs)
+        results = [own for own in borders.values() if id(own) in self._computed]
+        others = [own for own in borders.values() if id(own) not in self._computed]
+        if not results:
+            raise LlmcError(f"the output {describe(self._graph.outputs[0])} of the image encoder "
+                            f"is not computed from rows; compile for --target cpu")
+        inputs = {id(own): gs.Variable(f"computed_rows.{number}", np.float32, own.shape)
+                  for number, own in enumerate(results)}
+        inputs |= {id(own): self._typed(own, f"rows_input.{number}")
+                   for number, own in enumerate(others)}
+        for node in nodes:
+            for index, tensor in enumerate(node.inputs):
+                node.inputs[index] = inputs.get(id(tensor), tensor)
+        for own in results:
+            own.name = inputs[id(own)].name
+        for own in others:
+            given = inputs[id(own)]
+            result = gs.Variable(given.name, given.dtype, given.shape)
+            self._graph.nodes.append(gs.Node(op="Identity", name=f"{result.name}.host",
+                                             inputs=[own], outputs=[result]))
+            self._host.append(result)
+        outputs = [*self._graph.outputs]
+        for index, own in enumerate(outputs):
+            if id(own) in inputs:  # nothing follows
+                outputs[index] = gs.Variable(names[index], np.float32, own.shape)
+                nodes.append(gs.Node(op="Identity", name=names[index],
+                                     inputs=[inputs[id(own)]], outputs=[outputs[index]]))
+        rows = gs.Graph(nodes=nodes, inputs=[*inputs.values()], outputs=outputs,
+                        opset=plugins.OPSET)
+        tidy(rows)
+        return results, rows
+
+    def _typed(self, tensor: gs.Tensor, name: str) -> gs.Variable:
+        """A tensor like one of the host, whose dtype and axes are determined for an image."""
+        if tensor.dtype is not None and tensor.shape is not None:
+            return gs.Variable(name, tensor.dtype, tensor.shape)
+        piece = cone(tensor, set(), frozenset(), reads_shapes=True)
+        if isinstance(piece, NoMatch):
+            raise LlmcError(f"{describe(tensor)} of the image encoder has no known axes ({piece}); "
+                            f"compile for --target cpu")
+        weights = {own.name: values_of(own).load() for own in piece.inputs
+                   if isinstance(own, gs.Constant)}
+        values = piece.run({**self._samples[0].arrays, **weights})
+        return gs.Variable(name, values.dtype, [f"{name}.{axis}" for axis in range(values.ndim)])
 
     def _tokens(self) -> gs.Tensor:
         """A tensor of the host with a row for each patch of the device."""
         return next(own for own in self._host if own.shape[0] == _TOKENS)
-
-    def _merged(self) -> gs.Tensor:
-        """A tensor of the host with an element for each row of the prompt."""
-        return next((own for own in self._host if own.shape[0] == _ROWS), self._tokens())
 
     def _rows_of(self, selection: _Selection, name: str, like: gs.Tensor, first: int = 1) -> \
             gs.Variable:
@@ -460,6 +537,15 @@ def _number_rows(graph: gs.Graph) -> None:
     for tensor in graph.tensors().values():
         if isinstance(tensor, gs.Variable) and tensor.dtype is None:
             tensor.dtype = np.dtype(np.float32)
+
+
+def _before_llmc(graph: gs.Graph) -> set[int]:
+    """Ids of tensors that an llmc op depends on."""
+    found: set[int] = set()
+    for node in reversed(graph.nodes):
+        if is_llmc(node) or any(id(tensor) in found for tensor in node.outputs):
+            found.update(id(tensor) for tensor in (*node.inputs, *node.outputs))
+    return found
 
 
 def _merge_equal(graph: gs.Graph, data: set[int]) -> None:

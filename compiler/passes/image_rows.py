@@ -9,7 +9,7 @@ the nodes between two row-wise ops on numbered elements, for images of several s
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -158,7 +158,8 @@ def _dynamic(shape: Iterable[Size]) -> int:
 
 
 def between(output: gs.Tensor, data: set[int], allowed: frozenset[str] = LAYOUT,
-            stop: Container[int] = (), reads_shapes: bool = False) -> Piece | NoMatch:
+            stop: Container[int] = (), reads_shapes: bool = False,
+            through: Callable[[gs.Node], bool] = lambda node: False) -> Piece | NoMatch:
     """The nodes above a tensor up to the nearest ops other than `allowed` along pixels.
 
     Args:
@@ -166,7 +167,7 @@ def between(output: gs.Tensor, data: set[int], allowed: frozenset[str] = LAYOUT,
         data: see `data_tensors`.
         allowed: op types.
         stop: ids of further tensors to end at.
-        reads_shapes: see `cone`.
+        reads_shapes, through: see `cone`.
     """
     borders: set[int] = set()
     waiting, seen = [output], set[int]()
@@ -175,12 +176,13 @@ def between(output: gs.Tensor, data: set[int], allowed: frozenset[str] = LAYOUT,
         if id(tensor) in seen or id(tensor) not in data or not tensor.inputs:
             continue
         seen.add(id(tensor))
-        if id(tensor) not in stop and tensor.inputs[0].op in allowed \
-                and not is_llmc(tensor.inputs[0]):
-            waiting.extend(tensor.inputs[0].inputs)
+        node = tensor.inputs[0]
+        if id(tensor) not in stop and (
+                through(node) or (node.op in allowed and not is_llmc(node))):
+            waiting.extend(node.inputs)
         else:
             borders.add(id(tensor))
-    return cone(output, data, allowed, borders_at=borders, reads_shapes=reads_shapes)
+    return cone(output, data, allowed, through, borders, reads_shapes)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import onnx_graphsurgeon as gs
 
 from llmc.artifacts.manifest import (
     BIDIRECTIONAL_RANGES,
+    DEEP_EMBEDS_PREFIX,
     EMBED_IDS,
     EMBEDS,
     HIDDEN,
@@ -139,11 +140,13 @@ def select_tokens(graph: gs.Graph, settings: Settings, report: Report) -> None:
     inside = {id(tensor) for node in nodes for tensor in node.outputs}
     indices = gs.Variable("logits_indices", np.int64, ("num_logits",))
     graph.inputs.append(indices)
+    embeds = {tensor.name for tensor in graph.inputs if tensor.name == EMBEDS
+              or tensor.name.startswith(DEEP_EMBEDS_PREFIX)}  # embed_ids select their rows
     selected: dict[int, gs.Variable] = {}
     for node in nodes:
         for index, tensor in enumerate(node.inputs):
             if tensor.is_empty() or isinstance(tensor, gs.Constant) or id(tensor) in inside \
-                    or tensor.name == EMBEDS:
+                    or tensor.name in embeds:
                 continue
             if id(tensor) not in selected:
                 shape = None if tensor.shape is None else ("num_logits", *tensor.shape[1:])

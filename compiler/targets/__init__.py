@@ -38,7 +38,8 @@ class Draft:
 class ImageEncoder:
     """The image encoder of rank 0; see `RawImageEncoder`.
 
-    With `device`, `graph` computes its inputs on the host; see `ImageParts`.
+    With `device`, `graph` computes its inputs on the host, and `rows`, if any, what follows; see
+    `ImageParts`.
     """
 
     graph: gs.Graph
@@ -48,10 +49,11 @@ class ImageEncoder:
     token_id: int | None
     padded: bool
     device: gs.Graph | None = None
+    rows: gs.Graph | None = None
 
     @property
     def graphs(self) -> list[gs.Graph]:
-        return [self.graph, *([] if self.device is None else [self.device])]
+        return [own for own in (self.graph, self.device, self.rows) if own is not None]
 
 
 class Backend(Protocol):

@@ -46,6 +46,7 @@ from llmc.plugins.route.op import OP as ROUTE
 from llmc.targets import CPU
 
 BODIES = CPU.name  # target of the graphs' function bodies
+_IMAGE_ROWS = "image_rows.onnx"
 
 
 def describe(options: CompileOptions) -> Target:
@@ -112,8 +113,14 @@ def write_image(image: ImageEncoder, places: dict[str, Placed], directory: Path)
         directory: of the chip.
     """
     steps, files = _write_steps(image.graph, places, directory, CPU.image_file, "image")
-    return describe_image(image.graph, steps, image.computed, image.grid,
+    return describe_image(image.graph, image.graphs[-1].outputs, steps, image.computed, image.grid,
                           image.bidirectional, image.token_id, image.padded), files
+
+
+def write_image_rows(rows: gs.Graph, places: dict[str, Placed], directory: Path) -> \
+        tuple[tuple[GraphStep | CollectiveStep, ...], list[FileEntry]]:
+    """Write what follows the program of an image encoder; see `write_image`."""
+    return _write_steps(rows, places, directory, _IMAGE_ROWS, "image_rows")
 
 
 def write_audio(audio: gs.Graph, places: dict[str, Placed], directory: Path) -> \

@@ -7,8 +7,8 @@ has a separate program, `encoder.json`. Its outputs are scattered, as soon as th
 the encoder-output buffer (kind `memory`) that both programs name. A draft model has a separate
 program, too, `draft.json`, or one for each of its layers, `draft_1.json` and so on, and a separate
 arena: it reads the features that the model leaves in its arena. An image encoder is a program,
-`image.json`, whose inputs `image.onnx` computes on the host; or if it cannot be divided so,
-`image.onnx` alone, as of target cpu.
+`image.json`, whose inputs `image.onnx` computes on the host, as `image_rows.onnx`, if any, computes
+what follows; or if it cannot be divided so, `image.onnx` alone, as of target cpu.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from llmc.artifacts.manifest import (
     INPUT_FEATURES,
     POOLED,
     Chip,
+    CollectiveStep,
     FileEntry,
     GraphStep,
     Target,
-    TensorInfo,
 )
 from llmc.artifacts.program import (
     ELEMENTWISE,
@@ -134,10 +134,13 @@ def emit(graph: gs.Graph, rank: int, case_dir: Path, options: CompileOptions,
                 indent=1, exclude_defaults=True) + "\n"
             written.write_text(text, encoding="utf-8")
             files.append(file_entry(written))
-            program = program.model_copy(update={
-                "steps": (*program.steps, graph_step(f"{name}/{written.name}", image.device)),
-                "outputs": tuple(TensorInfo(name=own.name, dtype="float32", shape=(
-                    "num_embeds", own.shape[-1])) for own in image.device.outputs)})
+            added: list[GraphStep | CollectiveStep] = [
+                graph_step(f"{name}/{written.name}", image.device)]
+            if image.rows is not None:
+                steps_after, more = cpu.write_image_rows(image.rows, places, directory)
+                files += more
+                added += steps_after
+            program = program.model_copy(update={"steps": (*program.steps, *added)})
         chip = chip.model_copy(update={"image": program})
     if audio is not None:
         encoder_of_audio, more = cpu.write_audio(audio, places, directory)

@@ -41,7 +41,7 @@ PinnedBuffer::~PinnedBuffer() { cudaFreeHost(data); }
 
 void* StagingBuffer::reserve_bytes(int64_t bytes) {
   const int64_t at = (bytes_ + 15) / 16 * 16;
-  if (at + bytes > room_) {
+  if (memory_ == nullptr || at + bytes > room_) {
     room_ = std::max<int64_t>(2 * (at + bytes), 1 << 16);
     auto made = std::make_unique<PinnedBuffer>(room_);
     if (memory_ != nullptr) std::memcpy(made->data, memory_->data, bytes_);

@@ -1,7 +1,8 @@
 """Encoders of images and audio on ONNX Runtime.
 
 The host runs them on the cores of all ranks, before they run the step. An image encoder with a
-program for a device has two steps: the host computes the inputs of the program.
+program for a device has two or three steps: the host computes the inputs of the program, and
+perhaps the rows of the prompt from its outputs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import numpy as np
 import onnxruntime as ort
 
 from llmc.artifacts.manifest import MANIFEST_NAME, GraphStep, ImageEncoderProgram, Manifest
-from llmc.artifacts.program import ROW_ORDER
 from llmc.artifacts.vision_input import UNREAD
 from llmc.errors import LlmcError
 from llmc.runtime.engines import cpu_sessions
@@ -40,8 +40,8 @@ class MediaEncoder:
     def __init__(self, manifest: Manifest, case_dir: Path, kind: Modality, threads: int) -> None:
         self._program, self._kind = manifest.media[kind], kind
         self._attended = manifest.memory.num_rows if manifest.memory else None
-        step = self._program.steps[0]
-        assert isinstance(step, GraphStep)
+        self._steps = [step for step in self._program.steps if isinstance(step, GraphStep)]
+        step = self._steps[0]
         self._path = step.path
         self._session = cpu_sessions.load(case_dir, step, _options(threads))
         facts = cpu_sessions.facts(step.path, self._session)
@@ -75,16 +75,17 @@ class MediaEncoder:
 
     def _run(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """Return the rows of each output, float32 [num_rows, width]."""
-        computed = self._run_session(feeds)
+        computed = self._run_session(self._session, feeds)
         return [computed[tensor.name] for tensor in self._program.outputs]
 
-    def _run_session(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the outputs of the graph by name."""
-        names = [tensor.name for tensor in self._session.get_outputs()]
+    def _run_session(self, session: ort.InferenceSession, feeds: Mapping[str, np.ndarray]) -> \
+            dict[str, np.ndarray]:
+        """Return the outputs of a graph by name."""
+        names = [tensor.name for tensor in session.get_outputs()]
         smaller = "fewer or smaller images" if self._kind == "image" else "shorter audio"
         with cpu_sessions.translate_errors(f"ONNX Runtime failed in '{self._path}'",
                                            f"give {smaller}"):
-            return dict(zip(names, self._session.run(names, feeds), strict=True))
+            return dict(zip(names, session.run(names, feeds), strict=True))
 
     def _check(self) -> None:
         """Compare the graph with the manifest."""
@@ -92,8 +93,7 @@ class MediaEncoder:
         inputs = {tensor.name: (tensor.dtype, tensor.shape) for tensor in program.inputs}
         widths = {tensor.name: (tensor.dtype, tensor.width) for tensor in program.outputs}
         outputs = cpu_sessions.tensor_types(session.get_outputs())  # with a known number of rows
-        step = program.steps[0]
-        assert isinstance(step, GraphStep)
+        step = self._steps[0]
         fits = widths == {name: (dtype, shape[-1]) for name, (dtype, shape) in outputs.items()} \
             if len(program.steps) == 1 else outputs.keys() == {*step.outputs}
         if cpu_sessions.tensor_types(session.get_inputs()) != inputs or not fits:
@@ -111,6 +111,8 @@ class ImageEncoder(MediaEncoder):
 class DividedImageEncoder(ImageEncoder):
     """Computes the inputs of a program by ONNX Runtime, and runs it on a device.
 
+    A third step computes the rows of the prompt from the outputs of both.
+
     Args:
         run: runs the program; inputs by name to its outputs, float32 [num_rows, width] each.
     """
@@ -119,12 +121,25 @@ class DividedImageEncoder(ImageEncoder):
                  run: Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]) -> None:
         super().__init__(manifest, case_dir, threads)
         self._run_program = run
+        self._rows: ort.InferenceSession | None = None
+        if len(self._steps) > 2:
+            step = self._steps[2]
+            self._rows = cpu_sessions.load(case_dir, step, _options(threads))
+            found = [{own.name for own in tensors}
+                     for tensors in (self._rows.get_inputs(), self._rows.get_outputs())]
+            if found != [{*step.inputs}, {*step.outputs}]:
+                raise LlmcError(f"'{step.path}' has other inputs or outputs than {MANIFEST_NAME} "
+                                f"lists; compile the model again")
 
     def _run(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        computed = self._run_session(feeds)
-        order = computed.pop(ROW_ORDER, None)
-        rows = self._run_program(with_equal_segments(computed))
-        return rows if order is None else [own[order] for own in rows]
+        known = self._run_session(self._session, feeds)
+        device = self._steps[1]
+        known |= zip(device.outputs, self._run_program(with_equal_segments(
+            {name: known[name] for name in device.inputs})), strict=True)
+        if self._rows is not None:
+            known |= self._run_session(self._rows, {
+                own.name: known[own.name] for own in self._rows.get_inputs()})
+        return [known[tensor.name] for tensor in self._program.outputs]
 
 
 def with_equal_segments(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -129,7 +129,7 @@ def test_rows_of_a_program_for_gpus(name, scheme, dtype, tmp_path):
     model = image_models.write_model(name, tmp_path / "hf")
     manifest = llmc.compile(tmp_path / "hf", tmp_path / "case", target="cuda", dtype=dtype,
                             quantize_encoders=scheme)
-    assert len(manifest.image.steps) == 2 and manifest.image.quantization
+    assert len(manifest.image.steps) > 1 and manifest.image.quantization
     assert {form.group_size % 32 for form in manifest.image.quantization.values()} == {0}
     encoder = interpreted_image_encoder(manifest, tmp_path / "case")
     for item in items_of(manifest, tmp_path / "case"):

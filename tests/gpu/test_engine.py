@@ -150,10 +150,10 @@ def engine(extension, compiled):
     (lambda e: e.allocate(4), "the KV cache is already allocated"),
     (lambda e: e.warm([10**6], False, False), "exceeds the engine's limits"),
     (lambda e: e.collect(3), "step 3 is not in flight"),
-    (lambda e: e.encode(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([0, 1], np.int32),
-                        np.zeros(1, np.int64)), "has no encoder"),
-    (lambda e: e.join(b"short", 0, 1), "id has the wrong size"),
-    (lambda e: e.join(bytes(128), 1, 1), "rank 1 is not below"),
+    (lambda e: e.encode(np.zeros(1, np.int64), np.empty(0, np.uint8), np.zeros(1, np.int64),
+                        np.array([0, 1], np.int32), np.zeros(1, np.int64)), "has no encoder"),
+    (lambda e: e.join(b"short", 0, 1, "nccl"), "id has the wrong size"),
+    (lambda e: e.join(bytes(128), 1, 1, "nccl"), "rank 1 is not below"),
 ])
 def test_invalid_engine_calls_are_refused(extension, engine, call, match):
     """The engine continues unaffected."""

@@ -33,10 +33,10 @@ from llmc.runtime.engines.cuda_image_encoder import declare_image_program, limit
 COMMON = ("llava", 1)  # the others are thorough
 # Tokens of a step for bidirectional attention within an image or the whole prompt.
 STEPS = {"gemma4_large": 80, "paligemma": 80, "paligemma2": 80}
-# Encoders that the host runs as a whole: they pad patches (gemma4, got_ocr2, mllama), norm heads
-# (glm_ocr), rotate by complex numbers (llama4), or insert and interpolate rows of a canvas.
-ON_HOST = {"gemma4", "gemma4_large", "glm_ocr", "got_ocr2", "llama4", "llava_next",
-           "llava_onevision", "mllama"}
+# Encoders that the host runs as a whole: they pad patches.
+ON_HOST = {"gemma4", "gemma4_large", "got_ocr2", "mllama"}
+# Encoders whose rows the host orders or assembles from those of the device.
+ROWS_ON_HOST = {"llava_next", "llava_onevision", "qwen2_5_vl", "exaone4_5"}
 # Chunks end within images, but for those with bidirectional attention.
 SHORT_STEPS = replace(LIMITS, max_tokens=24, max_slots=4)
 AHEAD = replace(SHORT_STEPS, ahead=2, max_drafts=15, proposes=True, prompt_lookup=True,
@@ -54,7 +54,8 @@ def test_families_generate_as_transformers(extension, name, tp_size, tmp_path):
                  dtype="float32")
     manifest = read_manifest(tmp_path / "case")
     steps = [step.path for step in manifest.image.steps]
-    assert steps == ["chip0/image.onnx", *(["chip0/image.json"] * (name not in ON_HOST))]
+    assert steps == ["chip0/image.onnx", *(["chip0/image.json"] * (name not in ON_HOST)),
+                     *(["chip0/image_rows.onnx"] * (name in ROWS_ON_HOST))]
     if name not in ON_HOST:
         program, _ = read_image_program(manifest, tmp_path / "case")
         declare_image_program(extension.Program(**limits_of(program, 512, 128, 64)), program)
