@@ -17,6 +17,7 @@ from llmc.artifacts.manifest import (
     DEEP_EMBEDS_PREFIX,
     EMBED_IDS,
     EMBEDS,
+    MEMORY_STEPS,
     ROTARY_POSITIONS,
     CollectiveStep,
     Manifest,
@@ -295,6 +296,7 @@ def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int],
                       for tensor in chip.encoder.outputs}
             state |= {"memory_starts": np.zeros(1, np.int32),
                       "encoder_sequence_length": np.ones(1, np.int32),
+                      MEMORY_STEPS: np.ones(1, np.int32),
                       EMBED_IDS: np.zeros(len(ids), np.int32)}
         if chip.lora:
             state["lora_ids"] = state["lora_logits_ids"] = step.lora_ids

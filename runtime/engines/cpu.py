@@ -4,7 +4,8 @@ Each slot has a contiguous row of the KV cache, which GroupQueryAttention extend
 `RowCache` maps blocks to these rows. A step runs in parts: first all decoding sequences, in
 adjacent rows (rows between them are computed and discarded), then prompt chunks. Rows that have
 never been used take no memory, since the operating system allocates pages on their first write. The
-same holds for the encoder outputs of an encoder-decoder model, which the decoder only reads.
+same holds for the encoder outputs of an encoder-decoder model, which the decoder only reads;
+`MemoryColumns` has those of decoding sequences side by side.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from llmc.artifacts.manifest import (
     HIDDEN_OUT,
     INPUT_FEATURES,
     MANIFEST_NAME,
+    MEMORY_STEPS,
     POOLED,
     ROTARY_POSITIONS,
     Chip,
@@ -39,7 +41,7 @@ from llmc.artifacts.manifest import (
 )
 from llmc.artifacts.weight_file import WEIGHTS_NAME
 from llmc.errors import LlmcError
-from llmc.memory import memory
+from llmc.memory import available_memory
 from llmc.plugins.attention.op import AXES
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.core.step import (
@@ -56,6 +58,7 @@ from llmc.runtime.devices import Placement
 from llmc.runtime.engines import cpu_sessions
 from llmc.runtime.engines.draft_chain import DraftChain
 from llmc.runtime.engines.lora_stacks import LoraSpan, LoraStacks
+from llmc.runtime.engines.memory_columns import MemoryColumns
 from llmc.runtime.engines.pool_threads import PoolThreads
 from llmc.runtime.engines.row_cache import RowCache
 
@@ -81,6 +84,7 @@ class _Part:
     `embed_ids` is int32 [num_tokens], each token's row of `Step.embeds` or -1; empty: all -1.
     `positions_by_axis` is int32 [num_tokens, 3]; None: positions in the cache.
     `ranges` is int32 [num_tokens, 2], `Step.bidirectional_ranges`, of one sequence; None: all 0.
+    `decodes`: whether its sequences have one token each.
     """
 
     input_ids: np.ndarray
@@ -96,6 +100,7 @@ class _Part:
     input_features: np.ndarray | None = None
     positions_by_axis: np.ndarray | None = None
     ranges: np.ndarray | None = None
+    decodes: bool = False
 
     @property
     def position_ids(self) -> np.ndarray:
@@ -160,6 +165,7 @@ class CpuEngine:
         with _no_memory(limits, manifest):
             self._rows = RowCache(chip, limits, manifest.dims.max_seq_len)
             self._memory = _allocate(manifest, chip, limits.max_slots)
+            self._columns = MemoryColumns(self._memory)
             self._loras = LoraStacks(chip, limits) if chip.lora else None
         self._caches = self._rows.caches
         stacked = self._loras.inputs if self._loras else set[str]()
@@ -170,6 +176,7 @@ class CpuEngine:
                         for step in segments}
         self._wants_positions = any("position_ids" in step.inputs for step in segments)
         self._wants_axes = any(ROTARY_POSITIONS in step.inputs for step in segments)
+        self._wants_memory_steps = any(MEMORY_STEPS in step.inputs for step in segments)
         self._wants_ranges = any(BIDIRECTIONAL_RANGES in step.inputs for step in segments)
         self._wants_types = any("token_type_ids" in step.inputs for step in segments)
         self._last_uses = self._find_last_uses(chip.steps, {chip.result, *chip.features})
@@ -266,7 +273,7 @@ class CpuEngine:
         if step is None or len(placement.cores) < 2:
             return None
         size = (case_dir / self._chip.path / WEIGHTS_NAME).stat().st_size
-        if size > memory("MemAvailable") // COPY_SHARE:
+        if size > available_memory() // COPY_SHARE:
             return None
         return PoolThreads(len(placement.cores), lambda: cpu_sessions.load(
             case_dir, step, cpu_sessions.one_thread()), POOLED)
@@ -414,7 +421,8 @@ class CpuEngine:
                         step.embed_ids[inside], first,
                         step.memory and step.memory.take(sequences),
                         positions_by_axis=_taken(step.rotary_positions, inside),
-                        ranges=_taken(step.bidirectional_ranges, inside)), len(indices) > 0
+                        ranges=_taken(step.bidirectional_ranges, inside),
+                        decodes=start < step.num_decode), len(indices) > 0
 
     def _chunks(self, step: Step, index: int, whole: bool, lora_ids: np.ndarray) -> \
             Iterator[tuple[_Part, bool]]:
@@ -533,18 +541,35 @@ class CpuEngine:
             values["token_type_ids"] = np.zeros_like(part.input_ids) \
                 if part.token_type_ids is None else part.token_type_ids
         if part.memory is not None:
-            values["encoder_sequence_length"] = lengths = part.memory.encoder_sequence_length
-            rows = part.memory.rows
-            if len(rows) == 1:  # graphs do not copy the keys of a single sequence
-                values["memory_starts"] = np.zeros(1, np.int32)
-                first = part.memory.first_rows(0)[0]
-                values.update((name, memory[rows[0], first:first + max(lengths[0], 1)])
-                              for name, memory in self._memory.items())
-            else:
-                values["memory_starts"] = part.memory.first_rows(self._mem_max_seq_len)
-                values.update((name, memory.reshape(-1, memory.shape[-1]))
-                              for name, memory in self._memory.items())
+            self._add_memory(values, part.memory, part.decodes)
         return values
+
+    def _add_memory(self, values: dict[str, np.ndarray], memory: EncoderOutputs,
+                    decodes: bool) -> None:
+        """Add the encoder outputs of a part, in an order in which graphs do not copy them.
+
+        It is that of a single sequence, and of several in columns.
+        """
+        values["encoder_sequence_length"] = lengths = memory.encoder_sequence_length
+        rows, firsts = memory.rows, memory.first_rows(0)
+        values[MEMORY_STEPS] = np.ones(len(rows), np.int32)
+        if len(rows) == 1:
+            if decodes:
+                self._columns.clear()
+            values["memory_starts"] = np.zeros(1, np.int32)
+            values.update((name, own[rows[0], firsts[0]:firsts[0] + max(lengths[0], 1)])
+                          for name, own in self._memory.items())
+            return
+        columns = self._columns.take(rows, firsts, lengths) \
+            if decodes and self._wants_memory_steps else None
+        if columns is None:
+            values["memory_starts"] = memory.first_rows(self._mem_max_seq_len)
+            values.update((name, own.reshape(-1, own.shape[-1]))
+                          for name, own in self._memory.items())
+        else:
+            values["memory_starts"] = np.arange(len(rows), dtype=np.int32)
+            values[MEMORY_STEPS] = np.full(len(rows), len(rows), np.int32)
+            values.update(columns)
 
     def _encode(self, prompts: Mapping[int, EncoderInput]) -> None:
         """Fill rows of the encoder-output buffer, in batches limited by their padded tokens."""
@@ -565,6 +590,7 @@ class CpuEngine:
         if part.input_features is not None:
             values[INPUT_FEATURES] = part.input_features
         self._run_steps(self._chip.encoder.steps, self._encoder_uses, part, values)
+        self._columns.forget({row for row, *_ in prompts})
         for name, buffer in self._memory.items():
             for (row, first, _), start, end in zip(prompts, part.cu_seqlens, part.cu_seqlens[1:],
                                                    strict=False):

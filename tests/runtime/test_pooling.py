@@ -110,7 +110,7 @@ def test_the_cores_share_a_step_of_several_texts(made, bert):
 
 
 def test_weights_are_copied_only_where_memory_suffices(made, monkeypatch):
-    monkeypatch.setattr(cpu, "memory", lambda name: 1000)
+    monkeypatch.setattr(cpu, "available_memory", lambda: 1000)
     texts = random_texts(9, 66, seed=14)
     with llmc.LLM(made[0] / "bert.case") as llm:
         rank, = families.ranks(llm)
