@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from llmc.artifacts.manifest import AttendedRows, PositionGrid
@@ -48,7 +49,8 @@ def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
     traced = trace_image(copy.deepcopy(config), [item.arrays for item in samples],
                          () if attended else [item.num_rows for item in samples])
     graph = encoder_graph(traced.proto, config, IMAGE, tensors, origin, names)
-    exported = [ImageSample.of(arrays, graph.inputs) for arrays in traced.inputs]
+    exported = [replace(ImageSample.of(arrays, graph.inputs), num_rows=None if attended else
+                        item.num_rows) for arrays, item in zip(traced.inputs, samples, strict=True)]
     name_sizes(graph, "image")
     inputs = tuple(sample.renamed(graph.inputs) for sample in exported)
     return RawImageEncoder(graph, traced.computed, grid, masks.kind, masks.token_id,

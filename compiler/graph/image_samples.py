@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -24,10 +24,12 @@ class ImageSample:
     Args:
         arrays: by name. Values of pixels are arbitrary.
         sizes: of the dynamic axes, by their names in the exported graph and in its inputs.
+        num_rows: of the prompt, the first that the encoder gives; None: all that it gives.
     """
 
     arrays: Mapping[str, np.ndarray]
     sizes: Mapping[str, int]
+    num_rows: int | None = None
 
     @staticmethod
     def of(arrays: Mapping[str, np.ndarray], inputs: Sequence[gs.Tensor]) -> ImageSample:
@@ -39,7 +41,7 @@ class ImageSample:
 
     def renamed(self, inputs: Sequence[gs.Tensor]) -> ImageSample:
         """Add the names that the sizes of a graph's inputs have now."""
-        return ImageSample(self.arrays, {**self.sizes, **ImageSample.of(self.arrays, inputs).sizes})
+        return replace(self, sizes={**self.sizes, **ImageSample.of(self.arrays, inputs).sizes})
 
     def size(self, name: Size) -> int | None:
         """Evaluate an axis of a tensor, such as `(s4//4)`; None if it is not known."""
