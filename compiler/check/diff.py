@@ -71,7 +71,14 @@ from llmc.compiler.check.execute import (
     run_chips,
     run_graph,
 )
-from llmc.compiler.check.images import ROWS, Run, compiled_values, original_values, read_prompt
+from llmc.compiler.check.media import (
+    ROWS,
+    Run,
+    compiled_values,
+    kinds_of,
+    original_values,
+    read_prompt,
+)
 from llmc.compiler.check.partition import lower_alike, weight_file
 from llmc.compiler.check.quantized import (
     STORED,
@@ -130,7 +137,7 @@ _TOKENS = 24
 
 def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | None = None,
          prompt: str | None = None, tolerance: float | None = None, tokens: int = 16,
-         bisect: bool = False, images: Sequence[Path] = (),
+         bisect: bool = False, images: Sequence[Path] = (), audio: Sequence[Path] = (),
          progress: Callable[[str], object] = lambda text: None) -> DiffReport:
     """Compare a case directory with the model that it was compiled from.
 
@@ -138,14 +145,14 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
         case_dir: the case directory.
         reference: Hugging Face directory, .gguf or .onnx file.
         hf_dir: for an .onnx file, the directory with its config.json and tokenizer.
-        prompt: text to run; random tokens by default. With images, the text of their comparison,
-            which has a placeholder for each; the placeholders alone by default.
+        prompt: text to run; random tokens by default. With images or audio, the text of their
+            comparison, which has a placeholder for each; the placeholders alone by default.
         tolerance: largest difference relative to the reference tensor's range, for all tensors;
             by default see the module's docstring.
         tokens: greedy tokens to compare, limited by the KV cache.
         bisect: compare every tensor that both graphs have, and name the first over tolerance.
-        images: files of pictures: also compare the rows of the image encoder, the layers and the
-            logits of a prompt with them.
+        images, audio: files of pictures and audio clips: also compare the rows of their encoders,
+            the layers and the logits of a prompt with them.
         progress: called with the name of each phase as it begins.
 
     Raises:
@@ -170,13 +177,11 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     progress("hash files")
     changed = tuple(entry.path for entry in manifest.files
                     if hash_file(root / entry.path) != entry.sha256)
-    pictures = read_prompt(manifest, root, prompt, images) if images else None
-    ids = _token_ids(manifest, root, None if images else prompt)
+    with_media = read_prompt(manifest, root, prompt, images, audio) if images or audio else None
+    ids = _token_ids(manifest, root, None if with_media else prompt)
     tokens = min(tokens, manifest.dims.max_seq_len - len(ids) + 1)
     progress("export the reference")
-    raw = load(reference, hf_dir=hf_dir)
-    if manifest.source.requantized:
-        dequantize(raw)
+    raw = _export(reference, hf_dir, manifest)
     size = raw.graph.outputs[0].shape[-1]
     if isinstance(size, int) and size != manifest.dims.vocab_size:
         raise LlmcError(f"'{reference}' has vocabulary size {size}, '{case_dir}' has "
@@ -212,9 +217,10 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
 
     progress("compare activations")
     differences = tuple(_compare_layers(ours, original, [*layers, "logits"], allowed))
-    if pictures is not None:
-        progress("compare a prompt with images")
-        differences += tuple(_compare_images(pictures, manifest, root, reference, tolerance, trace))
+    if with_media is not None:
+        progress(f"compare a prompt with {kinds_of(with_media)}")
+        differences += tuple(_compare_media(with_media, manifest, root, reference, tolerance,
+                                            trace))
     first = next((d.name for d in differences
                   if not d.passed and d.pair.startswith("compiled")), None)
     suspects = _suspects(list(ours), [*layers, "logits"], first) if allowed.measured else ours
@@ -227,6 +233,8 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
         with _greedy(root) as generate:
             judged = judge_tokens(generate, ids, original.greedy, error)
     progress("compare weights")
+    if manifest.memory:  # the export for texts has no layers that attend to images
+        raw = _export(reference, hf_dir, manifest, takes_media=True)
     report = DiffReport(
         case_dir=str(case_dir), reference=str(reference), target=manifest.target.kind,
         dtype=manifest.dtype, kv_dtype=manifest.kv_dtype, tp_size=manifest.tp_size,
@@ -237,6 +245,15 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
         weights=_compare_weights(raw, manifest, root), changed_files=changed,
         tokens=_decoded(judged, manifest, root), token_error=error, verdict=None)
     return replace(report, verdict=_verdict(report, allowed.unknown))
+
+
+def _export(reference: str | Path, hf_dir: str | Path | None, manifest: Manifest,
+            takes_media: bool = False) -> RawModel:
+    """Export the original, as the case directory's model was exported."""
+    raw = load(reference, hf_dir=hf_dir, takes_media=takes_media)
+    if manifest.source.requantized:
+        dequantize(raw)
+    return raw
 
 
 @dataclass(frozen=True)
@@ -443,9 +460,9 @@ def _compare_layers(ours: Values, original: _Original, names: Sequence[str],
                 yield compare(name, f"{left} vs {right}", runs[left][name], expected, limit)
 
 
-def _compare_images(prompt: MediaPrompt, manifest: Manifest, root: Path, reference: str | Path,
-                    tolerance: float | None, run: Run) -> Iterator[Difference]:
-    """Yield the differences from transformers for a prompt with images."""
+def _compare_media(prompt: MediaPrompt, manifest: Manifest, root: Path, reference: str | Path,
+                   tolerance: float | None, run: Run) -> Iterator[Difference]:
+    """Yield the differences from transformers for a prompt with images and audio."""
     chips = compiled_values(manifest, root, prompt, run)
     kind = manifest.image.bidirectional if manifest.image else None
     original = original_values(reference, prompt, kind)
@@ -458,17 +475,17 @@ def _compare_images(prompt: MediaPrompt, manifest: Manifest, root: Path, referen
         if parts:  # a fused tensor has none
             actual = parts[0][:, :manifest.dims.vocab_size] if name == "logits" else \
                 _joined(parts, expected)
-            least = _least_of_images(name, manifest) if tolerance is None else tolerance
-            yield compare(f"{name} (images)", "compiled vs transformers", actual, expected,
-                          max(least, losses.get(name, 0.0) / _span(expected)))
+            least = _least_with_media(name, manifest) if tolerance is None else tolerance
+            yield compare(f"{name} ({kinds_of(prompt)})", "compiled vs transformers", actual,
+                          expected, max(least, losses.get(name, 0.0) / _span(expected)))
 
 
-def _least_of_images(name: str, manifest: Manifest) -> float:
-    """The least tolerance of a tensor of a prompt with images, relative to its range.
+def _least_with_media(name: str, manifest: Manifest) -> float:
+    """The least tolerance of a tensor of a prompt with images or audio, relative to its range.
 
-    Quantized weights are not put into the reference; rows depend on those of the encoder alone.
+    Quantized weights are not put into the reference; rows depend on those of the encoders alone.
     """
-    forms = [*(manifest.image.quantization.values() if manifest.image else ())]
+    forms = [form for own in manifest.media.values() for form in own.quantization.values()]
     if not name.startswith(ROWS):
         forms += [form for chip in manifest.chips for form in chip.quantization.values()]
     bits = min((CODE_TYPES[form.dtype].precision for form in forms), default=0)
@@ -694,16 +711,16 @@ def _compare_weights(raw: RawModel, manifest: Manifest, root: Path) -> tuple[Bad
     bad: list[BadWeight] = []
     nearest: list[BadWeight] = []  # differences of quantized weights from round-to-nearest
     for rank, graph in enumerate(lowered.graphs):
-        chip = manifest.chips[rank]
+        chip, graphs = manifest.chips[rank], [graph, *lowered.encoders[rank:rank + 1]]
         with weight_file(root, rank) as file:
             names = set(file.keys())
-            rounded = _rounded(graph, chip)
+            rounded = {name for each in graphs for name in _rounded(each, chip)}
             # Reordered columns cannot be compared by position.
             in_order = not any(name.endswith(".columns.order") for name in names)
-            for tensor in graph.tensors().values():
-                if not isinstance(tensor, gs.Constant) \
-                        or not isinstance(tensor._values, Weight) \
-                        or f"{tensor.name}{SCALED}" in names:
+            constants = {tensor.name: tensor for each in graphs
+                         for tensor in each.tensors().values() if isinstance(tensor, gs.Constant)}
+            for tensor in constants.values():
+                if not isinstance(tensor._values, Weight) or f"{tensor.name}{SCALED}" in names:
                     continue
                 name, values = tensor.name, tensor._values
                 difference = None
