@@ -94,6 +94,7 @@ from llmc.compiler.check.reference import (
     reference_values,
 )
 from llmc.compiler.check.report import BadWeight, Difference, DiffReport, GreedyToken
+from llmc.compiler.check.speech import SpeechComparison
 from llmc.compiler.frontend import RawModel, load
 from llmc.compiler.frontend.raw import dequantize
 from llmc.compiler.graph.names import HIDDEN_STATE, SCALED
@@ -132,11 +133,11 @@ _UNTRACED_TOLERANCES = {8: 0.1, 4: 0.5}
 # 4-bit groups have 0.09 and FP8 0.03; calibration on a short text 0.5; an unrelated weight 1 or
 # more.
 _ROUNDED_WEIGHT = 0.9
-_TOKENS = 24
+_TOKENS, _GREEDY_TOKENS = 24, 16
 
 
 def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | None = None,
-         prompt: str | None = None, tolerance: float | None = None, tokens: int = 16,
+         prompt: str | None = None, tolerance: float | None = None, tokens: int | None = None,
          bisect: bool = False, images: Sequence[Path] = (), audio: Sequence[Path] = (),
          progress: Callable[[str], object] = lambda text: None) -> DiffReport:
     """Compare a case directory with the model that it was compiled from.
@@ -149,10 +150,11 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
             comparison, which has a placeholder for each; the placeholders alone by default.
         tolerance: largest difference relative to the reference tensor's range, for all tensors;
             by default see the module's docstring.
-        tokens: greedy tokens to compare, limited by the KV cache.
+        tokens: greedy tokens to compare, limited by the KV cache. None: 16.
         bisect: compare every tensor that both graphs have, and name the first over tolerance.
         images, audio: files of pictures and audio clips: also compare the rows of their encoders,
-            the layers and the logits of a prompt with them.
+            the layers and the logits of a prompt with them. Models that transcribe speech are
+            compared on `audio` alone, with random tokens: cross-attention KV, layers and logits.
         progress: called with the name of each phase as it begins.
 
     Raises:
@@ -164,8 +166,13 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
         if value is not None and not value >= 0:
             raise LlmcError(f"{name} {value} is below 0; give 0 or more")
     manifest = read_manifest(case_dir)
-    require_causal_lm(manifest, "diff")
     root = Path(case_dir)
+    if manifest.features:
+        _check_speech_options(manifest, audio, {
+            "prompt": prompt is not None, "image": images, "bisect": bisect,
+            "tokens": tokens is not None})
+        return _diff_speech(manifest, root, reference, hf_dir, audio, tolerance, progress)
+    require_causal_lm(manifest, "diff")
     if not manifest.target.spec.engine:
         raise LlmcError(f"diff does not support target {manifest.target.kind} of '{case_dir}'; "
                         f"compile for cpu or cuda to compare")
@@ -173,13 +180,12 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
         raise LlmcError(f"--bisect is not supported for '{manifest.source.architecture}', as the "
                         f"export without images omits the layers that attend to them; compare "
                         f"without --bisect")
-    check_files(manifest, root)
     progress("hash files")
-    changed = tuple(entry.path for entry in manifest.files
-                    if hash_file(root / entry.path) != entry.sha256)
+    changed = _changed_files(manifest, root)
     with_media = read_prompt(manifest, root, prompt, images, audio) if images or audio else None
     ids = _token_ids(manifest, root, None if with_media else prompt)
-    tokens = min(tokens, manifest.dims.max_seq_len - len(ids) + 1)
+    tokens = min(_GREEDY_TOKENS if tokens is None else tokens,
+                 manifest.dims.max_seq_len - len(ids) + 1)
     progress("export the reference")
     raw = _export(reference, hf_dir, manifest)
     size = raw.graph.outputs[0].shape[-1]
@@ -221,8 +227,7 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
         progress(f"compare a prompt with {kinds_of(with_media)}")
         differences += tuple(_compare_media(with_media, manifest, root, reference, tolerance,
                                             trace))
-    first = next((d.name for d in differences
-                  if not d.passed and d.pair.startswith("compiled")), None)
+    first = _first_of(differences)
     suspects = _suspects(list(ours), [*layers, "logits"], first) if allowed.measured else ours
     first_op = _bisect(suspects, ours, original.export, compiled, manifest, root, allowed) \
         if bisect else None
@@ -235,16 +240,85 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
     progress("compare weights")
     if manifest.memory:  # the export for texts has no layers that attend to images
         raw = _export(reference, hf_dir, manifest, takes_media=True)
-    report = DiffReport(
-        case_dir=str(case_dir), reference=str(reference), target=manifest.target.kind,
+    report = replace(_report(manifest, root, reference, differences),
+                     allowed=allowed.description, first_op=first_op,
+                     weights=_compare_weights(raw, manifest, root), changed_files=changed,
+                     tokens=_decoded(judged, manifest, root), token_error=error)
+    return replace(report, verdict=_verdict(report, allowed.unknown))
+
+
+def _changed_files(manifest: Manifest, root: Path) -> tuple[str, ...]:
+    """Return the files of a case directory that differ from their hashes."""
+    check_files(manifest, root)
+    return tuple(entry.path for entry in manifest.files
+                 if hash_file(root / entry.path) != entry.sha256)
+
+
+def _report(manifest: Manifest, root: Path, reference: str | Path,
+            differences: tuple[Difference, ...]) -> DiffReport:
+    """Make a report of tensors, without tolerances, weights and tokens."""
+    return DiffReport(
+        case_dir=str(root), reference=str(reference), target=manifest.target.kind,
         dtype=manifest.dtype, kv_dtype=manifest.kv_dtype, tp_size=manifest.tp_size,
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
         versions={"llmc": __version__,
                   **{name: version(name) for name in ("transformers", "torch", "onnxruntime")}},
-        allowed=allowed.description, layers=differences, first_layer=first, first_op=first_op,
-        weights=_compare_weights(raw, manifest, root), changed_files=changed,
-        tokens=_decoded(judged, manifest, root), token_error=error, verdict=None)
-    return replace(report, verdict=_verdict(report, allowed.unknown))
+        allowed="", layers=differences, first_layer=_first_of(differences), first_op=None,
+        weights=(), changed_files=(), tokens=(), token_error=0.0, verdict=None)
+
+
+def _first_of(differences: Sequence[Difference]) -> str | None:
+    """Return the first tensor of the compiled model over tolerance."""
+    return next((own.name for own in differences
+                 if not own.passed and own.pair.startswith("compiled")), None)
+
+
+def _check_speech_options(manifest: Manifest, audio: Sequence[Path],
+                          others: Mapping[str, object]) -> None:
+    """Check the options of a model that transcribes speech: `others` must not be given."""
+    model = f"'{manifest.source.architecture}', which transcribes speech"
+    if not audio:
+        raise LlmcError(f"--audio is absent, but the model is {model}; give audio files to compare "
+                        f"the models on")
+    for name, given in others.items():
+        if given:
+            raise LlmcError(f"--{name} is not supported for {model}; leave it out")
+
+
+def _diff_speech(manifest: Manifest, root: Path, reference: str | Path, hf_dir: str | Path | None,
+                 audio: Sequence[Path], tolerance: float | None,
+                 progress: Callable[[str], object]) -> DiffReport:
+    """Compare a model that transcribes speech: cross-attention KV, layers, logits and weights."""
+    both = SpeechComparison(manifest, root)
+    progress("hash files")
+    changed = _changed_files(manifest, root)
+    windows = list(map(both.features, audio))
+    progress("run the compiled model")
+    compiled = list(map(both.compiled, windows))
+    progress("run the reference")
+    original = both.original(reference, windows)
+    bits = min((CODE_TYPES[dtype].precision for dtype in manifest.quantization or ()), default=0)
+    allowed = tolerance if tolerance is not None else \
+        _UNTRACED_TOLERANCES[bits] if bits else TOLERANCE
+    progress("compare activations")
+    differences = tuple(
+        compare(f"{name} (audio {index})", "compiled vs transformers",
+                _of_chips(name, chips, expected, manifest), expected, allowed)
+        for index, (chips, tensors) in enumerate(zip(compiled, original, strict=True))
+        for name, expected in tensors.items() if name in chips[0])
+    progress("compare weights")
+    raw = _export(reference, hf_dir, manifest)
+    report = replace(_report(manifest, root, reference, differences),
+                     allowed=f"{allowed:g} of a tensor's range", changed_files=changed,
+                     weights=_compare_weights(raw, manifest, root))
+    return replace(report, verdict=_verdict(report, ()))
+
+
+def _of_chips(name: str, chips: Sequence[Values], expected: np.ndarray, manifest: Manifest) -> \
+        np.ndarray:
+    """Combine a tensor of all chips, without the padding of the vocabulary."""
+    parts = [chip[name] for chip in chips if name in chip]
+    return parts[0][:, :manifest.dims.vocab_size] if name == "logits" else _joined(parts, expected)
 
 
 def _export(reference: str | Path, hf_dir: str | Path | None, manifest: Manifest,
@@ -471,10 +545,8 @@ def _compare_media(prompt: MediaPrompt, manifest: Manifest, root: Path, referenc
         narrow = original_values(reference, prompt, kind, manifest.dtype, _float8(manifest))
         losses = _losses(narrow, original, _times(_TRANSFORMERS_LOSSES, manifest))
     for name, expected in original.items():
-        parts = [chip[name] for chip in chips if name in chip]
-        if parts:  # a fused tensor has none
-            actual = parts[0][:, :manifest.dims.vocab_size] if name == "logits" else \
-                _joined(parts, expected)
+        if any(name in chip for chip in chips):  # a fused tensor is in none
+            actual = _of_chips(name, chips, expected, manifest)
             least = _least_with_media(name, manifest) if tolerance is None else tolerance
             yield compare(f"{name} ({kinds_of(prompt)})", "compiled vs transformers", actual,
                           expected, max(least, losses.get(name, 0.0) / _span(expected)))

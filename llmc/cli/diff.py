@@ -25,10 +25,12 @@ from llmc.cli.progress import Phases
               help="Picture of a prompt to compare as well: its encoder rows, layers and logits; "
                    "may be repeated. --prompt then has the model's placeholder for each.")
 @click.option("--audio", multiple=True, type=click.Path(path_type=Path),
-              help="Audio clip of that prompt, compared likewise; may be repeated.")
+              help="Audio clip of that prompt, compared likewise; may be repeated. Of a speech "
+                   "model, the cross-attention KV, layers and logits of its first window.")
 @click.option("--tolerance", type=float, default=None,
               help="Tolerance of every tensor, relative to its range.  [default: see above]")
-@click.option("--tokens", default=16, help="Number of greedy tokens to compare.")
+@click.option("--tokens", type=int, default=None,
+              help="Number of greedy tokens to compare.  [default: 16]")
 @click.option("--bisect", is_flag=True, help="Find the first op beyond the tolerance.")
 @click.option("--html", type=click.Path(path_type=Path), default=None,
               help="HTML report to write.")
