@@ -127,11 +127,13 @@ def write_eagle3(target: Path, directory: Path, draft_vocab: int = 32000) -> Pat
     return directory
 
 
-def write_as(directory: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Path:
+def write_as(directory: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16,
+             deviation: float = 0.02) -> Path:
     """Write a Hugging Face directory of one of transformers' models with random weights.
 
     Args:
         config: of config.json, with `architectures`; written as it is.
+        deviation: standard deviation of the weights.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "config.json"
@@ -142,7 +144,7 @@ def write_as(directory: Path, config: dict[str, Any], dtype: torch.dtype = torch
     model = model.to(dtype).to_empty(device="cpu")
     model.tie_weights()
     generator = torch.Generator().manual_seed(0)
-    numbers = (torch.randn(1 << 20, generator=generator) * 0.02).to(dtype)
+    numbers = (torch.randn(1 << 20, generator=generator) * deviation).to(dtype)
     for name, parameter in model.named_parameters():
         start = int(torch.randint(1 << 19, (), generator=generator))
         own = _repeated(numbers[start:], tuple(parameter.shape))
@@ -412,7 +414,7 @@ def gemm_seconds(count: int, width: int, rows: int, dtype: torch.dtype = torch.b
         torch.mm(x, weight.t(), out=out)
     end.record()
     torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1e3 / 50
+    return float(start.elapsed_time(end)) / 1e3 / 50
 
 
 def kernel_times(work: Callable[[], object]) -> tuple[float, dict[str, float], dict[str, int]]:
@@ -434,6 +436,23 @@ def kernel_times(work: Callable[[], object]) -> tuple[float, dict[str, float], d
         counts[name] += 1
         latest = end
     return seconds, taken, counts
+
+
+def compare_tokens(model: Path, side: str, tokens: dict[str, int]) -> None:
+    """Save the first tokens of prompts by name, and print how many are equal to other sides'.
+
+    Args:
+        model: its directory. The tokens are saved next to it.
+    """
+    work = model.with_name(f"{model.name}-tokens")
+    work.mkdir(exist_ok=True)
+    for path in sorted(work.glob("*.json")):
+        if path.stem != side:
+            known = json.loads(path.read_text())
+            equal = [token == known[name] for name, token in tokens.items() if name in known]
+            print(f"\n{sum(equal)} of {len(equal)} first tokens are equal to those of "
+                  f"{path.stem}", flush=True)
+    (work / f"{side}.json").write_text(json.dumps(tokens))
 
 
 def environment(*packages: str) -> str:

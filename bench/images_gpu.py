@@ -330,18 +330,6 @@ def prepare(arguments: argparse.Namespace, config: dict[str, Any]) -> tuple[Path
     return hf, case, target
 
 
-def compare(work: Path, side: str, tokens: dict[str, int]) -> None:
-    """Save the first tokens, and print how many are equal to those of sides before."""
-    (work / f"first-tokens-{side}.json").write_text(json.dumps(tokens))
-    for other in SIDES:
-        path = work / f"first-tokens-{other}.json"
-        if other != side and path.is_file():
-            known = json.loads(path.read_text())
-            equal = [token == known[name] for name, token in tokens.items() if name in known]
-            print(f"\n{sum(equal)} of {len(equal)} first tokens are equal to those of {other}",
-                  flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -365,7 +353,7 @@ def main() -> None:
         throughput(side, large)
         if side.encode is not None:
             encoder(side, large, config["vision_config"], arguments.runs)
-    compare(arguments.work, arguments.side, tokens)
+    bench_model.compare_tokens(hf, arguments.side, tokens)
 
 
 if __name__ == "__main__":
