@@ -26,7 +26,7 @@ import llmc
 from llmc.artifacts.manifest import PROCESSOR, read_manifest
 from llmc.artifacts.program import read_image_program
 from llmc.compiler.check import diff as diff_module
-from llmc.compiler.check import images as check_images
+from llmc.compiler.check import media as check_media
 from llmc.runtime.engines import host, image_encoder
 from llmc.runtime.engines.cuda import step_arrays
 from llmc.runtime.engines.cuda_image_encoder import declare_image_program, limits_of
@@ -201,6 +201,6 @@ def test_diff_compares_images(by_axis, tmp_path, monkeypatch):
     monkeypatch.setattr(diff_module, "device_count", lambda: 8)
     monkeypatch.setattr(diff_module, "GpuReplica",
                         lambda manifest, case, placements, room: Interpreters(case))
-    monkeypatch.setattr(check_images, "load_image_encoder", interpreted_image_encoder)
+    monkeypatch.setattr(check_media, "load_image_encoder", interpreted_image_encoder)
     monkeypatch.setattr(diff_module, "MAX_LOGITS", 50)  # a chunk ends within an image
     assert_image_diff(case, tmp_path)
