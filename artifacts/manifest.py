@@ -65,6 +65,7 @@ ENGINE_INPUTS: dict[str, tuple[DTypeName, tuple[str, ...]]] = {
     "lora_logits_ids": ("int32", ("num_logits",)),
     "embed_ids": ("int32", ("num_tokens",)),
 }
+MEMORY_STEPS = "memory_steps"  # int32 [batch], optional where there is memory_starts
 LORA_IDS = ("lora_ids", "lora_logits_ids")  # slots of adapters, of tokens and of rows of logits
 PROCESSOR = "processor.json"  # preprocessing of images and audio
 INPUT_FEATURES = "input_features"  # rows of features, input of an encoder without tokens
@@ -331,6 +332,9 @@ class ImageEncoderProgram(_Frozen):
     `images`, consecutive positions of rows; of a `prompt` with images, all tokens. Chips read
     `token_id` in `input_ids` at positions of rows, if it is given. If `padded`, the first rows, as
     many as the prompt takes, are the image's and the others are of padding.
+
+    `reshaped` has outputs of the first step that are an input in another shape, with its name. If
+    there are any, the other outputs depend on the shapes of these inputs, not on their values.
     """
 
     inputs: tuple[TensorInfo, ...]
@@ -341,6 +345,7 @@ class ImageEncoderProgram(_Frozen):
     bidirectional: Annotated[Bidirectional | None, Field(exclude_if=_is_absent)] = None
     token_id: Annotated[CountOrNone | None, Field(exclude_if=_is_absent)] = None
     padded: Annotated[bool, Field(exclude_if=_is_false)] = False
+    reshaped: Annotated[dict[str, str], Field(exclude_if=_is_empty)] = {}
     quantization: Annotated[dict[str, WeightForm], Field(exclude_if=_is_empty)] = {}
 
 
@@ -484,7 +489,8 @@ class Chip(_Frozen):
     hidden_size]` with at least one row, and `embed_ids`, the row of each token or -1.
 
     With an `encoder`, these are the tensors of the decoder, which also reads `memory_starts`,
-    `encoder_sequence_length` and the outputs of the encoder. With `memory` in the manifest, the
+    `encoder_sequence_length`, the outputs of the encoder and, on target cpu, `memory_steps`, the
+    distance of a sequence's rows of these. With `memory` in the manifest, the
     encoder reads the rows of images as `input_features`. `embeds` then is a row of zeros that
     tokens not after an image have in place of the results of MLPs.
 
@@ -599,6 +605,7 @@ class Chip(_Frozen):
             self._check_listed(self.encoder.inputs, self.encoder.outputs, self.encoder.steps)
         deep = {own.name for own in self.inputs if own.name.startswith(DEEP_EMBEDS_PREFIX)}
         self._check_dataflow(self.steps, {*self.kept, *ENGINE_INPUTS, EMBEDS, *memory, *deep,
+                                          *([MEMORY_STEPS] if memory else ()),
                                           ROTARY_POSITIONS, BIDIRECTIONAL_RANGES,
                                           *self.lora_inputs},
                      {*(f"{name}_out" for name in self.kept), self.result, *self.features})
@@ -1168,6 +1175,7 @@ class Manifest(_Frozen):
             ({"commit_lens"} if chip.states else set()) - \
             ({"token_type_ids"} if self.pooling else set()) - \
             ({*LORA_IDS} if adapters else set()) - \
+            ({MEMORY_STEPS} if memory and self.target.spec.key_steps else set()) - \
             ({EMBEDS, EMBED_IDS} if {EMBEDS, EMBED_IDS} <= given.keys() else set()) - \
             ({ROTARY_POSITIONS} if self.image and self.image.grid else set()) - \
             ({BIDIRECTIONAL_RANGES} if self.image and self.image.bidirectional else set())
@@ -1187,6 +1195,8 @@ class Manifest(_Frozen):
                 tensor.require(*adapters[name])
             elif name == EMBEDS or name in deep:
                 tensor.require(self.dtype, ("num_embeds", self.embeds_width or 0))
+            elif name == MEMORY_STEPS:
+                tensor.require("int32", ("batch",))
             elif name == ROTARY_POSITIONS:
                 tensor.require("int32", ("num_tokens", AXES))
             elif name == BIDIRECTIONAL_RANGES:
@@ -1485,15 +1495,22 @@ def require_causal_lm(manifest: Manifest, command: str) -> None:
                         f"'{manifest.source.architecture}'; give a causal LM")
 
 
-def require_speech(manifest: Manifest) -> EncoderInfo:
+def require_speech(manifest: Manifest, instead: str = "") -> EncoderInfo:
     """Return the encoder of a model that transcribes speech.
+
+    Args:
+        instead: another remedy, after a comma.
 
     Raises:
         LlmcError: its encoder reads no audio.
     """
     if manifest.encoder is None or manifest.features is None:
-        raise LlmcError(f"'{manifest.source.architecture}' does not transcribe speech; give an "
-                        f"encoder-decoder model of audio, such as Whisper")
+        images, audio = (f", {name}" if own else "" for name, own in (
+            ("images", manifest.image), ("audio", manifest.audio)))
+        taken = " and".join(f"text{images}{audio}".rsplit(",", 1))
+        raise LlmcError(f"'{manifest.source.architecture}' takes {taken} in prompts, and does not "
+                        f"transcribe speech; give an encoder-decoder model of audio, such as "
+                        f"Whisper{instead}")
     return manifest.encoder
 
 

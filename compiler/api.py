@@ -35,7 +35,7 @@ from llmc.compiler.frontend.raw import dequantize
 from llmc.compiler.frontend.scoring import Scoring
 from llmc.compiler.frontend.tokenizer_config import FOLDER, TEMPLATE
 from llmc.compiler.graph.notes import Context
-from llmc.compiler.graph.rewrite import op_of
+from llmc.compiler.graph.rewrite import attends_causally, op_of
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.lower import Lowered, divide, fuse, lower, lower_media
 from llmc.compiler.options import CompileOptions, takes_options
@@ -126,14 +126,16 @@ def _compile(model: str | Path, output: Path, options: CompileOptions) -> Manife
         _require_finite(raw)
     if adapter is not None:
         merge_adapter(raw, adapter)
-    if options.requantize:
-        dequantize(raw)
+    if options.requantize and not dequantize(raw):
+        raise LlmcError(f"requantize is given, but '{raw.architecture}' has no quantized weights; "
+                        f"leave it out")
     progress("passes")
     if options.calibrated and options.scheme is not None:
         lowered = lower_media(_calibrated(raw, options), raw)
     else:
         lowered = lower(raw, options)
     _check_activations(lowered, options)
+    _check_kv_dtype(lowered, options, raw.architecture)
     _report_notes(lowered, options, lambda text: progress(Note(text)))
     check_windows(lowered.graphs[0], raw.config, raw.architecture, lowered.settings.max_seq_len)
     progress("write")
@@ -149,8 +151,9 @@ def _load_draft(path: Path, raw: RawModel, options: CompileOptions) -> RawModel:
                            options.target)
     return load(path, trust_remote_code=options.trust_remote_code,
                 allow_pickle=options.allow_pickle,
-                check=lambda *about: check_model(replace(options, draft=None, max_seq_len=length),
-                                                 About(*about)))
+                check=lambda *about: check_model(
+                    replace(options, draft=None, max_seq_len=length, language_model_only=False),
+                    About(*about)))
 
 
 def _require_finite(raw: RawModel) -> None:
@@ -192,6 +195,14 @@ def _check_activations(lowered: Lowered, options: CompileOptions) -> None:
         raise LlmcError("quantize_activations is given without quantize fp8, and the checkpoint "
                         "has no block-wise FP8 weights that ask for quantized activations; add "
                         "--quantize fp8, or leave out quantize_activations")
+
+
+def _check_kv_dtype(lowered: Lowered, options: CompileOptions, model: str) -> None:
+    """Reject kv_dtype without effect."""
+    if options.kv_dtype and not any(op_of(node) is not None and attends_causally(node)
+                                    for graph in (*lowered.graphs, *chain(*lowered.drafts))
+                                    for node in graph.nodes):
+        raise LlmcError(f"kv_dtype is given, but '{model}' has no KV cache; leave it out")
 
 
 def _report_notes(lowered: Lowered, options: CompileOptions, progress: Progress) -> None:

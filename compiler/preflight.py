@@ -77,6 +77,7 @@ class About:
         quantized: quantization method, where the config does not name it.
         task: what the model is compiled for.
         media: kinds of items of prompts whose encoders are compiled.
+        multimodal: whether it has encoders of images or audio, compiled or not.
     """
 
     config: Mapping[str, Any]
@@ -85,6 +86,7 @@ class About:
     quantized: str = ""
     task: str = "generate"
     media: Sequence[Modality] = ()
+    multimodal: bool = False
 
     @property
     def name(self) -> str:
@@ -322,6 +324,14 @@ def _task(options: CompileOptions) -> str | None:
     return None
 
 
+def _max_batch_size(options: CompileOptions) -> str | None:
+    spec, default = target_spec(options.target), CompileOptions.max_batch_size
+    if options.max_batch_size == default or "max_batch_size" in spec.required_fields:
+        return None
+    return (f"max_batch_size {options.max_batch_size} is given, but target '{options.target}' has "
+            f"no compiled maximum; leave it out, and give it to `llmc run` or `llmc serve`")
+
+
 def _draft(options: CompileOptions) -> str | None:
     if options.draft is None:
         return None
@@ -390,6 +400,13 @@ def _media(options: CompileOptions, about: About) -> str | None:
     names = " and ".join(PLURALS[own] for own in about.media)
     return (f"'{about.name}' takes {names}, which target '{options.target}' does not support; "
             f"compile with --target {takers}, or {LANGUAGE_MODEL_ONLY}")
+
+
+def _language_model_only(options: CompileOptions, about: About) -> str | None:
+    if not options.language_model_only or about.multimodal:
+        return None
+    return (f"language_model_only is given, but '{about.name}' has no encoders of images or audio "
+            f"in prompts; leave it out")
 
 
 def _quantize_encoders(options: CompileOptions, about: About) -> str | None:
@@ -486,6 +503,7 @@ OPTION_CHECKS: dict[str, Callable[[CompileOptions], str | None]] = {
     "tp_size": _tp_size,
     "expert_parallel": _expert_parallel,
     "task": _task,
+    "max_batch_size": _max_batch_size,
     "draft": _draft,
     "enable_lora": _enable_lora,
     "enable_prompt_embeds": _enable_prompt_embeds,
@@ -498,6 +516,7 @@ MODEL_CHECKS: dict[str, Callable[[CompileOptions, About], str | None]] = {
     "enable_lora": _enable_lora_of,
     "enable_prompt_embeds": _enable_prompt_embeds_of,
     "media": _media,
+    "language_model_only": _language_model_only,
     "quantize_encoders": _quantize_encoders,
     "calibrated": _calibrated,
     "decoder start": _decoder_start,

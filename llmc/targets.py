@@ -35,6 +35,7 @@ class TargetSpec:
         paged: KV caches are paged (blocks and block tables).
         collectives: the engine has collectives, so tp_size may exceed 1.
         encoders: the engine runs encoder-decoder models.
+        key_steps: the rows of a sequence's encoder output may be apart from each other.
         reads_features: encoders may read rows of audio.
         recurrent_state: the engine supports recurrent state.
         latent_caches: the engine supports the latent caches of MLA.
@@ -83,6 +84,7 @@ class TargetSpec:
     paged: bool = False
     collectives: bool = True
     encoders: bool = True
+    key_steps: bool = False
     reads_features: bool = False
     recurrent_state: bool = False
     latent_caches: bool = False
@@ -163,7 +165,7 @@ _MAX_BUILT_SEQ_LEN = 4096  # the builder's memory grows with it
 
 CPU = register(TargetSpec(
     name="cpu", compiler="llmc.compiler.targets.cpu", engine="llmc.runtime.engines.cpu:CpuEngine",
-    runs_any_op=True, reads_features=True, recurrent_state=True, latent_caches=True,
+    runs_any_op=True, key_steps=True, reads_features=True, recurrent_state=True, latent_caches=True,
     shared_caches=True, drafts=True, pools=True, adapters="rows", embeds=True,
     media_encoders=True,
     weight_dtypes=_WEIGHT_DTYPES,

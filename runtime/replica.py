@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import numpy as np
 
 from llmc.artifacts.manifest import DraftInfo, Manifest
 from llmc.errors import LlmcError
+from llmc.memory import memory_of_machine
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.core.step import Engine, EngineLimits, Step, StepOutput
 from llmc.runtime.devices import Placement, pin, place
@@ -128,7 +128,7 @@ def cpu_limits(manifest: Manifest, config: EngineConfig) -> EngineLimits:
     longest, each = manifest.dims.max_seq_len, max(token_bytes(manifest, config.draft), 1)
     rows, taken = config.max_batch_size * longest, step_bytes(manifest, config)
     adapters = adapter_bytes(manifest, config)
-    free = max(memory("MemAvailable") - taken - adapters, 0)
+    free = max(memory_of_machine("MemAvailable") - taken - adapters, 0)
     tokens = config.kv_cache_tokens
     if tokens is None:
         tokens = max(min(rows, max(free // (_SHARE * each), longest), free // (2 * each)), 1)
@@ -137,7 +137,7 @@ def cpu_limits(manifest: Manifest, config: EngineConfig) -> EngineLimits:
         raise LlmcError(f"a KV cache of {tokens} tokens takes {size / 1e9:.1f} GB with the rows of "
                         f"its sequences, and a step up to {taken / 1e9:.1f} GB{slots}; this "
                         f"machine has {(free + taken + adapters) / 1e9:.1f} GB free of "
-                        f"{memory('MemTotal') / 1e9:.1f} GB; lower kv_cache_tokens"
+                        f"{memory_of_machine('MemTotal') / 1e9:.1f} GB; lower kv_cache_tokens"
                         f"{', or leave out the draft model' if config.draft else ''}")
     return EngineLimits(
         num_blocks=-(-tokens // config.block_size), block_size=config.block_size,
@@ -156,15 +156,6 @@ def _max_drafts(draft: DraftInfo | None) -> int:
     """Drafts of a sequence in a step, given the loaded draft model."""
     of_model = None if draft is None else draft.max_drafts
     return min(MAX_DRAFTS, of_model or MAX_DRAFTS)
-
-
-def memory(name: str) -> int:
-    """A value of /proc/meminfo in bytes; the installed memory if it is absent."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
-    except (OSError, StopIteration, ValueError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class CpuReplica:

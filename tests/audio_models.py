@@ -17,6 +17,7 @@ from processor_checkpoints import FAMILIES, speech_of, write_checkpoint
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
 
 import llmc
+from llmc.compiler.check.diff import diff
 
 MODELS = ("qwen2_audio", "voxtral", "glmasr", "audioflamingo3")
 WINDOW = 2  # seconds, of 30 in published checkpoints
@@ -119,3 +120,16 @@ def prompts_of(llm: llmc.LLM) -> list[dict[str, Any]]:
     return [{"prompt": "hello there", "audio": []},
             {"prompt": f"hear {own} now", "audio": clips(1)},
             {"prompt": f"a {own} b {own} d {own} c", "audio": clips(3)}]
+
+
+def assert_audio_diff(case, directory, images=()):
+    """`llmc diff --audio` of a model whose original is beside its case, with images or without."""
+    paths = [directory / f"{index}.wav" for index in range(2)]
+    for path, clip in zip(paths, clips(2), strict=True):
+        soundfile.write(path, clip, 16_000, subtype="FLOAT")
+    report = diff(case, case.parent / "hf", audio=paths, images=images, tokens=0)
+    assert report.verdict is None, report
+    kinds = "images and audio clips" if images else "audio clips"
+    assert {f"{name} ({kinds})" for name in (
+        *(f"rows of image {index}" for index in range(len(images))), "rows of audio 0",
+        "rows of audio 1", "hidden_states.0", "logits")} <= {own.name for own in report.layers}

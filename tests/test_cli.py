@@ -130,8 +130,10 @@ def test_sampling_options_are_the_fields_of_sampling_params(case_tp2):
 
 @pytest.mark.parametrize(("options", "message"), [
     (["--speculate", "medusa"], "speculate is 'medusa', expected one of off, ngram"),
-    (["--num_speculative_tokens", "0"], "num_speculative_tokens is 0, expected auto or a number"),
-    (["--num_speculative_tokens", "few"], "num_speculative_tokens is 'few', expected auto or")])
+    (["--speculate", "ngram", "--num_speculative_tokens", "0"],
+     "num_speculative_tokens is 0, expected auto or a number"),
+    (["--speculate", "ngram", "--num_speculative_tokens", "few"],
+     "num_speculative_tokens is 'few', expected auto or")])
 def test_options_of_speculation_are_checked(case_tp1, options, message):
     result = run("run", case_tp1, "--prompt", "the", *options)
     assert result.exit_code == 2 and message in result.stderr
@@ -327,6 +329,7 @@ def test_the_table_of_drafts_fits_80_columns(case_tp1, monkeypatch, drafts, leng
     (["--request_rate", "3"], "--request_rate has no effect without --requests"),
     (["--audio", "3", "--input_output_len", "4,4"], "--input_output_len has no effect with"),
     (["--prefix_reuse"], "--prefix_reuse has no effect without --requests"),
+    (["--num_speculative_tokens", "2"], "--num_speculative_tokens is given without --speculate"),
 ])
 def test_an_invalid_serving_workload_is_refused(case_tp1, arguments, message):
     result = run("bench", "--case_dir", case_tp1, *arguments)
@@ -560,6 +563,34 @@ def test_every_verb_takes_dir_or_case_dir(case_tp1, verb, arguments):
     none = run(*verb, *arguments)
     assert none.exit_code == 2 and "no case directory is given; give DIR" in none.stderr
     assert "error: DIR is '" in run(*verb, case_tp1, "--case_dir", "other", *arguments).stderr
+
+
+@pytest.mark.parametrize(("verb", "option", "message"), [
+    ("run", "check_step", "on target cpu"), ("serve", "skip_step", "on target cpu"),
+    ("bench", "gpu_memory_utilization", "on target cpu"),
+    ("bench", "max_loras", "on 'LlamaForCausalLM', which was compiled without --enable_lora"),
+    ("serve", "allow_runtime_lora_updating", "which was compiled without --enable_lora"),
+    ("run", "encoder_cache_gb", "whose prompts have no images or audio"),
+    ("bench", "encoder_cache_gb", "whose prompts have no images or audio"),
+    ("serve", "encoder_cache_gb", "whose prompts have no images or audio"),
+    ("serve", "media_timeout", "whose prompts have no images or audio")])
+def test_options_without_effect_on_the_model_are_refused(case_tp1, verb, option, message):
+    value = () if option.startswith("allow") else ("1",)
+    result = run(verb, case_tp1, *(("--prompt", "the") if verb == "run" else ()), f"--{option}",
+                 *value)
+    assert result.exit_code == 2 and f"--{option} has no effect on" in result.stderr
+    assert f"{message}; leave it out" in result.stderr
+
+
+def test_options_of_adapters_need_adapters(lora_case):
+    for verb in ("run", "serve"):
+        result = run(verb, lora_case(1), "--max_loras", 2)
+        assert result.exit_code == 2 and "is given without --lora_modules" in result.stderr
+
+
+def test_the_number_of_drafts_needs_a_source_of_drafts(case_tp1):
+    result = run("run", case_tp1, "--prompt", "the", "--num_speculative_tokens", 2)
+    assert result.exit_code == 2 and "without --speculate or --prediction" in result.stderr
 
 
 def test_errors_come_without_the_inference_info(case_tp1):

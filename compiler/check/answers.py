@@ -242,7 +242,7 @@ def _run(llm: LLM, lines: Sequence[_Line], max_tokens: int, scored: bool, chat: 
 def _run_reference(model: Model, llm: LLM, question: _Question, max_tokens: int,
                    scored: bool) -> _Result:
     """The same by transformers."""
-    from llmc.compiler.check.images import media_arrays
+    from llmc.compiler.check.media import media_arrays
     from llmc.compiler.check.reference import reference_greedy, reference_logits
 
     image, ids = llm.manifest.image, question.token_ids

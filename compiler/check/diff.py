@@ -71,7 +71,14 @@ from llmc.compiler.check.execute import (
     run_chips,
     run_graph,
 )
-from llmc.compiler.check.images import ROWS, Run, compiled_values, original_values, read_prompt
+from llmc.compiler.check.media import (
+    ROWS,
+    Run,
+    compiled_values,
+    kinds_of,
+    original_values,
+    read_prompt,
+)
 from llmc.compiler.check.partition import lower_alike, weight_file
 from llmc.compiler.check.quantized import (
     STORED,
@@ -87,6 +94,7 @@ from llmc.compiler.check.reference import (
     reference_values,
 )
 from llmc.compiler.check.report import BadWeight, Difference, DiffReport, GreedyToken
+from llmc.compiler.check.speech import SpeechComparison
 from llmc.compiler.frontend import RawModel, load
 from llmc.compiler.frontend.raw import dequantize
 from llmc.compiler.graph.names import HIDDEN_STATE, SCALED
@@ -125,12 +133,12 @@ _UNTRACED_TOLERANCES = {8: 0.1, 4: 0.5}
 # 4-bit groups have 0.09 and FP8 0.03; calibration on a short text 0.5; an unrelated weight 1 or
 # more.
 _ROUNDED_WEIGHT = 0.9
-_TOKENS = 24
+_TOKENS, _GREEDY_TOKENS = 24, 16
 
 
 def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | None = None,
-         prompt: str | None = None, tolerance: float | None = None, tokens: int = 16,
-         bisect: bool = False, images: Sequence[Path] = (),
+         prompt: str | None = None, tolerance: float | None = None, tokens: int | None = None,
+         bisect: bool = False, images: Sequence[Path] = (), audio: Sequence[Path] = (),
          progress: Callable[[str], object] = lambda text: None) -> DiffReport:
     """Compare a case directory with the model that it was compiled from.
 
@@ -138,14 +146,15 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
         case_dir: the case directory.
         reference: Hugging Face directory, .gguf or .onnx file.
         hf_dir: for an .onnx file, the directory with its config.json and tokenizer.
-        prompt: text to run; random tokens by default. With images, the text of their comparison,
-            which has a placeholder for each; the placeholders alone by default.
+        prompt: text to run; random tokens by default. With images or audio, the text of their
+            comparison, which has a placeholder for each; the placeholders alone by default.
         tolerance: largest difference relative to the reference tensor's range, for all tensors;
             by default see the module's docstring.
-        tokens: greedy tokens to compare, limited by the KV cache.
+        tokens: greedy tokens to compare, limited by the KV cache. None: 16.
         bisect: compare every tensor that both graphs have, and name the first over tolerance.
-        images: files of pictures: also compare the rows of the image encoder, the layers and the
-            logits of a prompt with them.
+        images, audio: files of pictures and audio clips: also compare the rows of their encoders,
+            the layers and the logits of a prompt with them. Models that transcribe speech are
+            compared on `audio` alone, with random tokens: cross-attention KV, layers and logits.
         progress: called with the name of each phase as it begins.
 
     Raises:
@@ -157,8 +166,13 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
         if value is not None and not value >= 0:
             raise LlmcError(f"{name} {value} is below 0; give 0 or more")
     manifest = read_manifest(case_dir)
-    require_causal_lm(manifest, "diff")
     root = Path(case_dir)
+    if manifest.features:
+        _check_speech_options(manifest, audio, {
+            "prompt": prompt is not None, "image": images, "bisect": bisect,
+            "tokens": tokens is not None})
+        return _diff_speech(manifest, root, reference, hf_dir, audio, tolerance, progress)
+    require_causal_lm(manifest, "diff")
     if not manifest.target.spec.engine:
         raise LlmcError(f"diff does not support target {manifest.target.kind} of '{case_dir}'; "
                         f"compile for cpu or cuda to compare")
@@ -166,17 +180,14 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
         raise LlmcError(f"--bisect is not supported for '{manifest.source.architecture}', as the "
                         f"export without images omits the layers that attend to them; compare "
                         f"without --bisect")
-    check_files(manifest, root)
     progress("hash files")
-    changed = tuple(entry.path for entry in manifest.files
-                    if hash_file(root / entry.path) != entry.sha256)
-    pictures = read_prompt(manifest, root, prompt, images) if images else None
-    ids = _token_ids(manifest, root, None if images else prompt)
-    tokens = min(tokens, manifest.dims.max_seq_len - len(ids) + 1)
+    changed = _changed_files(manifest, root)
+    with_media = read_prompt(manifest, root, prompt, images, audio) if images or audio else None
+    ids = _token_ids(manifest, root, None if with_media else prompt)
+    tokens = min(_GREEDY_TOKENS if tokens is None else tokens,
+                 manifest.dims.max_seq_len - len(ids) + 1)
     progress("export the reference")
-    raw = load(reference, hf_dir=hf_dir)
-    if manifest.source.requantized:
-        dequantize(raw)
+    raw = _export(reference, hf_dir, manifest)
     size = raw.graph.outputs[0].shape[-1]
     if isinstance(size, int) and size != manifest.dims.vocab_size:
         raise LlmcError(f"'{reference}' has vocabulary size {size}, '{case_dir}' has "
@@ -212,11 +223,11 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
 
     progress("compare activations")
     differences = tuple(_compare_layers(ours, original, [*layers, "logits"], allowed))
-    if pictures is not None:
-        progress("compare a prompt with images")
-        differences += tuple(_compare_images(pictures, manifest, root, reference, tolerance, trace))
-    first = next((d.name for d in differences
-                  if not d.passed and d.pair.startswith("compiled")), None)
+    if with_media is not None:
+        progress(f"compare a prompt with {kinds_of(with_media)}")
+        differences += tuple(_compare_media(with_media, manifest, root, reference, tolerance,
+                                            trace))
+    first = _first_of(differences)
     suspects = _suspects(list(ours), [*layers, "logits"], first) if allowed.measured else ours
     first_op = _bisect(suspects, ours, original.export, compiled, manifest, root, allowed) \
         if bisect else None
@@ -227,16 +238,96 @@ def diff(case_dir: str | Path, reference: str | Path, *, hf_dir: str | Path | No
         with _greedy(root) as generate:
             judged = judge_tokens(generate, ids, original.greedy, error)
     progress("compare weights")
-    report = DiffReport(
-        case_dir=str(case_dir), reference=str(reference), target=manifest.target.kind,
+    if manifest.memory:  # the export for texts has no layers that attend to images
+        raw = _export(reference, hf_dir, manifest, takes_media=True)
+    report = replace(_report(manifest, root, reference, differences),
+                     allowed=allowed.description, first_op=first_op,
+                     weights=_compare_weights(raw, manifest, root), changed_files=changed,
+                     tokens=_decoded(judged, manifest, root), token_error=error)
+    return replace(report, verdict=_verdict(report, allowed.unknown))
+
+
+def _changed_files(manifest: Manifest, root: Path) -> tuple[str, ...]:
+    """Return the files of a case directory that differ from their hashes."""
+    check_files(manifest, root)
+    return tuple(entry.path for entry in manifest.files
+                 if hash_file(root / entry.path) != entry.sha256)
+
+
+def _report(manifest: Manifest, root: Path, reference: str | Path,
+            differences: tuple[Difference, ...]) -> DiffReport:
+    """Make a report of tensors, without tolerances, weights and tokens."""
+    return DiffReport(
+        case_dir=str(root), reference=str(reference), target=manifest.target.kind,
         dtype=manifest.dtype, kv_dtype=manifest.kv_dtype, tp_size=manifest.tp_size,
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
         versions={"llmc": __version__,
                   **{name: version(name) for name in ("transformers", "torch", "onnxruntime")}},
-        allowed=allowed.description, layers=differences, first_layer=first, first_op=first_op,
-        weights=_compare_weights(raw, manifest, root), changed_files=changed,
-        tokens=_decoded(judged, manifest, root), token_error=error, verdict=None)
-    return replace(report, verdict=_verdict(report, allowed.unknown))
+        allowed="", layers=differences, first_layer=_first_of(differences), first_op=None,
+        weights=(), changed_files=(), tokens=(), token_error=0.0, verdict=None)
+
+
+def _first_of(differences: Sequence[Difference]) -> str | None:
+    """Return the first tensor of the compiled model over tolerance."""
+    return next((own.name for own in differences
+                 if not own.passed and own.pair.startswith("compiled")), None)
+
+
+def _check_speech_options(manifest: Manifest, audio: Sequence[Path],
+                          others: Mapping[str, object]) -> None:
+    """Check the options of a model that transcribes speech: `others` must not be given."""
+    model = f"'{manifest.source.architecture}', which transcribes speech"
+    if not audio:
+        raise LlmcError(f"--audio is absent, but the model is {model}; give audio files to compare "
+                        f"the models on")
+    for name, given in others.items():
+        if given:
+            raise LlmcError(f"--{name} is not supported for {model}; leave it out")
+
+
+def _diff_speech(manifest: Manifest, root: Path, reference: str | Path, hf_dir: str | Path | None,
+                 audio: Sequence[Path], tolerance: float | None,
+                 progress: Callable[[str], object]) -> DiffReport:
+    """Compare a model that transcribes speech: cross-attention KV, layers, logits and weights."""
+    both = SpeechComparison(manifest, root)
+    progress("hash files")
+    changed = _changed_files(manifest, root)
+    windows = list(map(both.features, audio))
+    progress("run the compiled model")
+    compiled = list(map(both.compiled, windows))
+    progress("run the reference")
+    original = both.original(reference, windows)
+    bits = min((CODE_TYPES[dtype].precision for dtype in manifest.quantization or ()), default=0)
+    allowed = tolerance if tolerance is not None else \
+        _UNTRACED_TOLERANCES[bits] if bits else TOLERANCE
+    progress("compare activations")
+    differences = tuple(
+        compare(f"{name} (audio {index})", "compiled vs transformers",
+                _of_chips(name, chips, expected, manifest), expected, allowed)
+        for index, (chips, tensors) in enumerate(zip(compiled, original, strict=True))
+        for name, expected in tensors.items() if name in chips[0])
+    progress("compare weights")
+    raw = _export(reference, hf_dir, manifest)
+    report = replace(_report(manifest, root, reference, differences),
+                     allowed=f"{allowed:g} of a tensor's range", changed_files=changed,
+                     weights=_compare_weights(raw, manifest, root))
+    return replace(report, verdict=_verdict(report, ()))
+
+
+def _of_chips(name: str, chips: Sequence[Values], expected: np.ndarray, manifest: Manifest) -> \
+        np.ndarray:
+    """Combine a tensor of all chips, without the padding of the vocabulary."""
+    parts = [chip[name] for chip in chips if name in chip]
+    return parts[0][:, :manifest.dims.vocab_size] if name == "logits" else _joined(parts, expected)
+
+
+def _export(reference: str | Path, hf_dir: str | Path | None, manifest: Manifest,
+            takes_media: bool = False) -> RawModel:
+    """Export the original, as the case directory's model was exported."""
+    raw = load(reference, hf_dir=hf_dir, takes_media=takes_media)
+    if manifest.source.requantized:
+        dequantize(raw)
+    return raw
 
 
 @dataclass(frozen=True)
@@ -443,9 +534,9 @@ def _compare_layers(ours: Values, original: _Original, names: Sequence[str],
                 yield compare(name, f"{left} vs {right}", runs[left][name], expected, limit)
 
 
-def _compare_images(prompt: MediaPrompt, manifest: Manifest, root: Path, reference: str | Path,
-                    tolerance: float | None, run: Run) -> Iterator[Difference]:
-    """Yield the differences from transformers for a prompt with images."""
+def _compare_media(prompt: MediaPrompt, manifest: Manifest, root: Path, reference: str | Path,
+                   tolerance: float | None, run: Run) -> Iterator[Difference]:
+    """Yield the differences from transformers for a prompt with images and audio."""
     chips = compiled_values(manifest, root, prompt, run)
     kind = manifest.image.bidirectional if manifest.image else None
     original = original_values(reference, prompt, kind)
@@ -454,21 +545,19 @@ def _compare_images(prompt: MediaPrompt, manifest: Manifest, root: Path, referen
         narrow = original_values(reference, prompt, kind, manifest.dtype, _float8(manifest))
         losses = _losses(narrow, original, _times(_TRANSFORMERS_LOSSES, manifest))
     for name, expected in original.items():
-        parts = [chip[name] for chip in chips if name in chip]
-        if parts:  # a fused tensor has none
-            actual = parts[0][:, :manifest.dims.vocab_size] if name == "logits" else \
-                _joined(parts, expected)
-            least = _least_of_images(name, manifest) if tolerance is None else tolerance
-            yield compare(f"{name} (images)", "compiled vs transformers", actual, expected,
-                          max(least, losses.get(name, 0.0) / _span(expected)))
+        if any(name in chip for chip in chips):  # a fused tensor is in none
+            actual = _of_chips(name, chips, expected, manifest)
+            least = _least_with_media(name, manifest) if tolerance is None else tolerance
+            yield compare(f"{name} ({kinds_of(prompt)})", "compiled vs transformers", actual,
+                          expected, max(least, losses.get(name, 0.0) / _span(expected)))
 
 
-def _least_of_images(name: str, manifest: Manifest) -> float:
-    """The least tolerance of a tensor of a prompt with images, relative to its range.
+def _least_with_media(name: str, manifest: Manifest) -> float:
+    """The least tolerance of a tensor of a prompt with images or audio, relative to its range.
 
-    Quantized weights are not put into the reference; rows depend on those of the encoder alone.
+    Quantized weights are not put into the reference; rows depend on those of the encoders alone.
     """
-    forms = [*(manifest.image.quantization.values() if manifest.image else ())]
+    forms = [form for own in manifest.media.values() for form in own.quantization.values()]
     if not name.startswith(ROWS):
         forms += [form for chip in manifest.chips for form in chip.quantization.values()]
     bits = min((CODE_TYPES[form.dtype].precision for form in forms), default=0)
@@ -694,16 +783,16 @@ def _compare_weights(raw: RawModel, manifest: Manifest, root: Path) -> tuple[Bad
     bad: list[BadWeight] = []
     nearest: list[BadWeight] = []  # differences of quantized weights from round-to-nearest
     for rank, graph in enumerate(lowered.graphs):
-        chip = manifest.chips[rank]
+        chip, graphs = manifest.chips[rank], [graph, *lowered.encoders[rank:rank + 1]]
         with weight_file(root, rank) as file:
             names = set(file.keys())
-            rounded = _rounded(graph, chip)
+            rounded = {name for each in graphs for name in _rounded(each, chip)}
             # Reordered columns cannot be compared by position.
             in_order = not any(name.endswith(".columns.order") for name in names)
-            for tensor in graph.tensors().values():
-                if not isinstance(tensor, gs.Constant) \
-                        or not isinstance(tensor._values, Weight) \
-                        or f"{tensor.name}{SCALED}" in names:
+            constants = {tensor.name: tensor for each in graphs
+                         for tensor in each.tensors().values() if isinstance(tensor, gs.Constant)}
+            for tensor in constants.values():
+                if not isinstance(tensor._values, Weight) or f"{tensor.name}{SCALED}" in names:
                     continue
                 name, values = tensor.name, tensor._values
                 difference = None

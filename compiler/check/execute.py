@@ -17,9 +17,12 @@ from llmc.artifacts.manifest import (
     DEEP_EMBEDS_PREFIX,
     EMBED_IDS,
     EMBEDS,
+    INPUT_FEATURES,
+    MEMORY_STEPS,
     ROTARY_POSITIONS,
     CollectiveStep,
     Manifest,
+    Steps,
     WeightForm,
 )
 from llmc.artifacts.onnx_graph import check_graph
@@ -256,8 +259,12 @@ def _sdpa_function(attrs: Mapping[str, float], overload: str, kv_dtype: str,
 
 
 def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int],
-              requested: Collection[str], rows: PromptRows | None = None) -> list[Values]:
+              requested: Collection[str], rows: PromptRows | None = None,
+              memory: Sequence[Values] = ()) -> list[Values]:
     """Prefill a model compiled for CPUs, all chips in lockstep.
+
+    Args:
+        memory: encoder outputs of each chip; encoder-decoder models only.
 
     Returns:
         For each chip, the requested tensors in the graph's order.
@@ -295,14 +302,52 @@ def run_chips(manifest: Manifest, case_dir: Path, ids: Sequence[int],
                       for tensor in chip.encoder.outputs}
             state |= {"memory_starts": np.zeros(1, np.int32),
                       "encoder_sequence_length": np.ones(1, np.int32),
+                      MEMORY_STEPS: np.ones(1, np.int32),
                       EMBED_IDS: np.zeros(len(ids), np.int32)}
+        if memory:
+            own = memory[chip.rank]
+            count = len(next(iter(own.values())))
+            state |= own | {"memory_starts": np.zeros(1, np.int32),
+                            "encoder_sequence_length": np.array([count], np.int32),
+                            MEMORY_STEPS: np.ones(1, np.int32)}
         if chip.lora:
             state["lora_ids"] = state["lora_logits_ids"] = step.lora_ids
         for name, (dtype, shape) in chip.lora_inputs.items():  # no adapter's rows
             state[name] = np.zeros([dim if isinstance(dim, int) else 0 for dim in shape], dtype)
         states.append(state)
+    return _run_in_lockstep(case_dir, [chip.steps for chip in manifest.chips], states, requested)
+
+
+def run_encoders(manifest: Manifest, case_dir: Path, features: np.ndarray) -> list[Values]:
+    """Run the encoder of an encoder-decoder model compiled for CPUs, all chips in lockstep.
+
+    Args:
+        features: float32 [num_rows, width], what it reads in place of tokens.
+
+    Returns:
+        For each chip the encoder outputs, the cross-attention KV of its heads.
+
+    Raises:
+        LlmcError: a file cannot be run.
+    """
+    encoders = [chip.encoder for chip in manifest.chips if chip.encoder]
+    count = len(features)
+    given = {INPUT_FEATURES: features, "position_ids": np.arange(count),
+             "cu_seqlens": np.array([0, count], np.int32)}
+    outputs = {tensor.name for tensor in encoders[0].outputs}
+    return _run_in_lockstep(case_dir, [encoder.steps for encoder in encoders],
+                            [dict(given) for _ in encoders], outputs)
+
+
+def _run_in_lockstep(case_dir: Path, programs: Sequence[Steps], states: Sequence[Values],
+                     requested: Collection[str]) -> list[Values]:
+    """Run a program of each chip; return for each the requested tensors.
+
+    Args:
+        states: inputs of each, to which the outputs of steps are added.
+    """
     kept: list[Values] = [{} for _ in states]
-    for steps in zip(*(chip.steps for chip in manifest.chips), strict=True):
+    for steps in zip(*programs, strict=True):
         if isinstance(steps[0], CollectiveStep):
             parts = [state[steps[0].input] for state in states]
             whole = sum(parts[1:], parts[0]) if steps[0].kind == "all_reduce" \

@@ -26,10 +26,14 @@ def load_reference(model: str | Path, dtype: str = "float32", takes_media: bool 
         LlmcError: the model does not exist, or transformers cannot load it.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForMultimodalLM
+    from transformers import AutoConfig
 
     from llmc.compiler.frontend.checkpoint import read_json
-    from llmc.compiler.frontend.parts import causal_lm_class
+    from llmc.compiler.frontend.parts import (
+        causal_lm_class,
+        encoder_decoder_class,
+        multimodal_class,
+    )
     from llmc.compiler.frontend.thinker import thinker_config
     from llmc.compiler.quant.checkpoint import method_of
 
@@ -44,7 +48,8 @@ def load_reference(model: str | Path, dtype: str = "float32", takes_media: bool 
         if config is not whole:
             source["config"] = config
         # Falcon's eager attention adds ALiBi twice.
-        kind = AutoModelForMultimodalLM if takes_media else causal_lm_class(config)
+        kind = encoder_decoder_class(config) if config.is_encoder_decoder else \
+            (takes_media and multimodal_class(config)) or causal_lm_class(config)
         return kind.from_pretrained(
             **source, dtype=getattr(torch, dtype),
             attn_implementation="sdpa" if getattr(config, "alibi", False) else "eager").eval()
@@ -128,6 +133,58 @@ def reference_rows(model: Model, images: Mapping[str, np.ndarray]) -> list[np.nd
         rows = [torch.cat([own.reshape(-1, own.shape[-1]) for own in each])
                 for each in (found, *deep)]
     return [np.asarray(own.float().numpy()) for own in rows]
+
+
+def reference_speech(model: Model, features: np.ndarray, ids: Sequence[int]) -> \
+        dict[str, np.ndarray]:
+    """Compute the cross-attention KV, the hidden state after each decoder layer, and the logits.
+
+    Args:
+        features: float32 [num_channels, num_frames] of one window.
+        ids: token ids of the decoder.
+    """
+    import torch
+
+    seen: dict[str, np.ndarray] = {}
+
+    def keep(name: str) -> Any:
+        def hook(module: Model, arguments: Any, output: Any) -> None:
+            rows = output[0] if isinstance(output, tuple) else output
+            seen[name] = rows.detach().reshape(-1, rows.shape[-1]).float().numpy().copy()
+        return hook
+
+    handles = []
+    for index, layer in enumerate(model.get_decoder().layers):
+        for name, module in ((f"memory_key_{index}", layer.encoder_attn.k_proj),
+                             (f"memory_value_{index}", layer.encoder_attn.v_proj),
+                             (HIDDEN_STATE.format(index), layer)):
+            handles.append(module.register_forward_hook(keep(name)))
+    try:
+        with torch.no_grad():
+            logits = model(input_features=torch.from_numpy(features)[None],
+                           decoder_input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {**seen, "logits": np.asarray(logits.float().numpy())}
+
+
+def reference_clip_rows(model: Model, arrays: Mapping[str, np.ndarray], row_token: int,
+                        num_rows: int) -> list[np.ndarray]:
+    """Compute the rows of the audio encoder for a clip, float32 [num_rows, hidden_size].
+
+    Args:
+        arrays: what the model's processor gives for the clip.
+        row_token: token id in place of a row.
+        num_rows: rows of the clip.
+    """
+    import torch
+
+    from llmc.compiler.frontend.audio import rows_of_clip
+
+    with torch.no_grad():
+        rows = rows_of_clip(model, _tensors(model, arrays), row_token, num_rows)
+    return [np.asarray(rows.float().numpy())]
 
 
 def _inputs(model: Model, ids: Sequence[int], media: Mapping[str, np.ndarray]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -91,6 +91,27 @@ def _unpadded_mask(*sizes: Any, **named: Any) -> torch.Tensor:
         *sizes, **{**named, "attention_mask": None, "use_vmap": False})
 
 
+def rows_of_clip(model: Any, arrays: Mapping[str, torch.Tensor], row_token: int,
+                 num_tokens: int) -> torch.Tensor:
+    """Run a model's audio encoder on a clip; return its rows [num_rows, width].
+
+    Args:
+        arrays: inputs of the model for the clip.
+        row_token: token id in place of a row.
+        num_tokens: length of the prompt, which repeats this token.
+
+    Raises:
+        LlmcError: the model's code puts no rows into the prompt by `masked_scatter`.
+    """
+    ids = torch.full((1, num_tokens), row_token, dtype=torch.int64)
+    with _rows_raised(model):
+        try:  # not called as modules, whose calls the exporter follows to their ends
+            model.base_model.forward(input_ids=ids, attention_mask=torch.ones_like(ids), **arrays)
+        except _Rows as found:
+            return found.rows.reshape(-1, found.rows.shape[-1])
+    raise LlmcError("its code puts no rows into the prompt by masked_scatter")
+
+
 class _Encoder(torch.nn.Module):
     """Arrays of a clip to rows."""
 
@@ -100,17 +121,11 @@ class _Encoder(torch.nn.Module):
         self._is_whole = is_whole  # its arrays have no padding
 
     def forward(self, *arrays: torch.Tensor) -> torch.Tensor:
-        ids = torch.full((1, _PROMPT), self._row_token, dtype=torch.int64)
         whole = one_clip(sys.modules[type(self.model).__module__]) if self._is_whole \
             else contextlib.nullcontext()
-        with _rows_raised(self.model), whole:
-            try:  # not called as modules, whose calls the exporter follows to their ends
-                self.model.base_model.forward(
-                    input_ids=ids, attention_mask=torch.ones_like(ids),
-                    **dict(zip(self._names, arrays, strict=True)))
-            except _Rows as found:
-                return found.rows.reshape(-1, found.rows.shape[-1])
-        raise LlmcError("its code puts no rows into the prompt by masked_scatter")
+        with whole:
+            return rows_of_clip(self.model, dict(zip(self._names, arrays, strict=True)),
+                                self._row_token, _PROMPT)
 
 
 class _Rows(Exception):

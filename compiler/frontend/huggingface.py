@@ -77,7 +77,7 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
         generation = GenerationConfig.from_model_config(config).to_dict()
     media = _media_of(config, directory) if takes_media and plan is None else ()
     check(plain, generation, config.is_encoder_decoder, "",
-          "generate" if plan is None else plan.task, media)
+          "generate" if plan is None else plan.task, media, _is_multimodal(config))
     template = scoring.read_template()
     if plan is not None and template is not None:
         plan = replace(plan, pair_template=True)
@@ -109,6 +109,12 @@ def load_huggingface(model: str | Path, *, trust_remote_code: bool = False,
                     (*decoded.notes, *exported.notes), exported.encoder, exported.features,
                     processor, exported.image, exported.audio, draft, directory_origin(
                         directory, None if Path(model).is_dir() else str(model)), pooling=plan)
+
+
+def _is_multimodal(config: Any) -> bool:
+    """Whether transformers has a class with encoders of images or audio for a decoder's config."""
+    from llmc.compiler.frontend.parts import multimodal_class
+    return multimodal_class(config) is not None
 
 
 def _media_of(config: Any, directory: Path) -> tuple[Modality, ...]:

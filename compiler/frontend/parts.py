@@ -108,7 +108,7 @@ def multimodal_class(config: Any) -> Any:
         if type(config) in mapping), None)
 
 
-def _encoder_decoder_class(config: Any) -> Any:
+def encoder_decoder_class(config: Any) -> Any:
     """Return transformers' auto class for an encoder-decoder model of text or of speech."""
     return AutoModelForSpeechSeq2Seq if reads_speech(config) else AutoModelForSeq2SeqLM
 
@@ -137,7 +137,7 @@ def build(config: Any, part: Part, trust_remote_code: bool) -> torch.nn.Module:
     """
     kind, auto = ("causal LM", causal_lm_class(config)) if part is CAUSAL_LM else \
         (part.name, multimodal_class(config)) if part is AUDIO else \
-        ("encoder-decoder LM", _encoder_decoder_class(config)) if part.auto is None else \
+        ("encoder-decoder LM", encoder_decoder_class(config)) if part.auto is None else \
         (part.name, part.auto)
     try:
         try:

@@ -36,8 +36,8 @@ class Check(Protocol):
     """A check of a model before its slow export; raises LlmcError if it cannot be compiled."""
 
     def __call__(self, config: Mapping[str, Any], generation: Mapping[str, Any], has_encoder: bool,
-                 quantized: str, task: str = "generate", media: Sequence[Modality] = (), /) -> \
-            None:
+                 quantized: str, task: str = "generate", media: Sequence[Modality] = (),
+                 multimodal: bool = False, /) -> None:
         """Check a model.
 
         Args:
@@ -47,11 +47,13 @@ class Check(Protocol):
             quantized: quantization method, if the config does not name it.
             task: what it is compiled for.
             media: kinds of items of prompts whose encoders are compiled.
+            multimodal: whether it has encoders of images or audio, compiled or not.
         """
 
 
 def unchecked(config: Mapping[str, Any], generation: Mapping[str, Any], has_encoder: bool,
-              quantized: str, task: str = "generate", media: Sequence[Modality] = ()) -> None:
+              quantized: str, task: str = "generate", media: Sequence[Modality] = (),
+              multimodal: bool = False) -> None:
     """Accept every model."""
 
 
@@ -233,11 +235,15 @@ def token_ids(key: str, config: Mapping[str, Any], generation: Mapping[str, Any]
     return tuple(value) if isinstance(value, list) else (value,)
 
 
-def dequantize(raw: RawModel) -> None:
-    """Replace quantized weights by dequantized ones, in place. Shared weights stay shared."""
+def dequantize(raw: RawModel) -> int:
+    """Replace quantized weights by dequantized ones, in place; return their number.
+
+    Shared weights stay shared.
+    """
     dequantized: dict[Weight, Weight] = {}
     for graph in raw.all_graphs:
         for tensor in graph.tensors().values():
             if isinstance(tensor, gs.Constant) and isinstance(tensor._values, Weight):
                 values = tensor._values
                 tensor._values = dequantized.setdefault(values, values.as_unquantized())
+    return sum(weight.stored is not None or weight.dequantized for weight in dequantized)

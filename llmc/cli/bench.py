@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from llmc.cli.effects import refuse_without_effect
 from llmc.cli.options import (
     case_options,
     device_option,
@@ -69,12 +70,14 @@ def bench_command(directory: Path | None, case_dir: Path | None, batch_size: str
     from rich.console import Console
     from rich.table import Table
 
+    from llmc.artifacts.manifest import read_manifest
     from llmc.runtime.benchmark import check_grid, measure, parse_grid
     from llmc.runtime.core.llm import LLM
     from llmc.runtime.random_images import RandomImages
 
     case_dir = require_case_dir(directory, case_dir)
     _check_options(requests, images, audio_seconds, loading)
+    refuse_without_effect(read_manifest(case_dir))
     pictures = None if images is None else RandomImages.parse(images)
     if runs < 1:
         raise LlmcError(f"--runs is {runs}, expected at least 1; give a larger number")
@@ -128,6 +131,9 @@ def _check_options(requests: str | None, images: str | None, audio_seconds: floa
             unused, selected = (*unused, "runs"), "with --requests and without --speculate"
     else:
         unused, selected = ("request_rate", "shared_prefix"), "without --requests"
+    if requests is None and loading["speculate"] == "off" and is_given("num_speculative_tokens"):
+        raise LlmcError("--num_speculative_tokens is given without --speculate, which it needs; "
+                        "give both, or leave it out")
     found = first_given(unused)
     if found is not None:
         raise LlmcError(f"--{found} has no effect {selected}; leave it out")

@@ -24,9 +24,13 @@ from llmc.cli.progress import Phases
 @click.option("--image", "images", multiple=True, type=click.Path(path_type=Path),
               help="Picture of a prompt to compare as well: its encoder rows, layers and logits; "
                    "may be repeated. --prompt then has the model's placeholder for each.")
+@click.option("--audio", multiple=True, type=click.Path(path_type=Path),
+              help="Audio clip of that prompt, compared likewise; may be repeated. Of a speech "
+                   "model, the cross-attention KV, layers and logits of its first window.")
 @click.option("--tolerance", type=float, default=None,
               help="Tolerance of every tensor, relative to its range.  [default: see above]")
-@click.option("--tokens", default=16, help="Number of greedy tokens to compare.")
+@click.option("--tokens", type=int, default=None,
+              help="Number of greedy tokens to compare.  [default: 16]")
 @click.option("--bisect", is_flag=True, help="Find the first op beyond the tolerance.")
 @click.option("--html", type=click.Path(path_type=Path), default=None,
               help="HTML report to write.")
@@ -48,7 +52,8 @@ def diff_command(directory: Path | None, case_dir: Path | None, as_json: bool, h
     (--bisect) or with an .onnx reference
     float8 KV caches, .onnx reference       0.1
     weights that the reference cannot load, 0.1 in 8 bits, 0.5 in 4 bits
-    and --image with quantized weights
+    and --image and --audio with quantized
+    weights
 
     Errors are measured on the same tokens, and multiplied by the square root of tp_size. Weights
     that are not quantized must be bit-identical. Quantized weights must equal the reference's

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmc.cli.conversation import converse
+from llmc.cli.effects import refuse_without_effect
 from llmc.cli.options import (
     adapters_option,
     case_options,
@@ -96,8 +97,10 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
     speech = pop_speech_options(options)
     if speech is not None and prompt_file is not None:
         raise LlmcError("--prompt_file is given with --audio; leave one out")
-    if options["logprobs"] is not None and not as_json and prompt_file is None:
-        raise LlmcError("--logprobs needs --json, which prints them; add --json")
+    printed = next((name for name in ("logprobs", "prompt_logprobs")
+                    if options[name] is not None), None)
+    if printed is not None and speech is None and not as_json and prompt_file is None:
+        raise LlmcError(f"--{printed} needs --json, which prints them; add --json")
     if prompt_file is not None and prompts:
         raise LlmcError("both --prompt and --prompt_file are given; give only one")
     if prompt_file is not None and images:
@@ -107,6 +110,10 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
             ("length_penalty", "diversity_rate", "early_stopping"))):
         raise LlmcError(f"--{unused} is given without --beam_width, which it needs; give both, or "
                         f"leave it out")
+    if is_given("num_speculative_tokens") and loading["speculate"] == "off" \
+            and prompt_file is None and not is_given("prediction"):
+        raise LlmcError("--num_speculative_tokens is given without --speculate or --prediction; "
+                        "give one of them, or leave it out")
     case_dir, configured = _resolve_case(directory, case_dir, hf_dir)
     if tp_size is not None and configured not in (None, tp_size):
         raise LlmcError(f"--tp_size is {tp_size}, but tensor_parallel in the config of '{hf_dir}' "
@@ -119,6 +126,7 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
     if loading["adapters"] == {} and (lonely := first_given(("max_loras", "max_lora_rank"))):
         raise LlmcError(f"--{lonely} is given without --lora_modules; give adapters, or leave it "
                         f"out")
+    refuse_without_effect(manifest)
     if manifest.pooling is not None:
         unused = first_given(("chat", "images", "adapter", *options))
         if unused is not None:
@@ -129,9 +137,9 @@ def run_command(directory: Path | None, case_dir: Path | None, hf_dir: Path | No
     if speech is not None and manifest.audio is not None:
         audio, speech = audio_of_prompts(speech, manifest), None
     if speech is not None:
-        require_speech(manifest)
+        require_speech(manifest, ", or one that takes audio in prompts, such as Qwen2-Audio")
         unused = next((name for name, given in (("chat", chat), ("image", images),
-                                                ("adapter", adapter)) if given), None)
+                                                ("adapter", adapter)) if given), printed)
         if unused is not None:
             raise LlmcError(f"--{unused} is given with --audio; leave one out")
         if len(prompts) > 1:

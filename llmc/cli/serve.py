@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 
+from llmc.cli.effects import refuse_without_effect
 from llmc.cli.options import adapters_option, device_option, loading_options
-from llmc.cli.sampling import generation_config_option
+from llmc.cli.sampling import first_given, generation_config_option
 from llmc.errors import LlmcError
 from llmc.installation import install_command
 
@@ -161,6 +162,8 @@ def serve_command(case_dir: tuple[Path, ...], api_keys: tuple[str, ...], api_key
 
     A request goes to the model that it names. Options of loading apply to each model.
     """
+    from llmc.artifacts.manifest import read_manifest
+
     try:
         from llmc.server.access import Access
         from llmc.server.limits import ServerLimits, read_api_keys
@@ -171,6 +174,11 @@ def serve_command(case_dir: tuple[Path, ...], api_keys: tuple[str, ...], api_key
         raise LlmcError(f"the server needs {error.name}; install it with: "
                         f"{install_command('serve')}") from error
 
+    lonely = first_given(("max_loras", "max_lora_rank"))
+    if lonely and not (options["adapters"] or options["allow_runtime_lora_updating"]):
+        raise LlmcError(f"--{lonely} is given without --lora_modules or "
+                        f"--allow_runtime_lora_updating; give one, or leave it out")
+    refuse_without_effect(*map(read_manifest, case_dir))
     serve(case_dir, limits=ServerLimits(
         api_keys=read_api_keys(api_keys, api_key_file), max_waiting=max_waiting,
         max_seqs_per_key=max_seqs_per_key, allow_priority=allow_priority,

@@ -286,6 +286,16 @@ class Transcriber:
             len(waveform) / self.extractor.sampling_rate, windows.prompt_tokens,
             windows.count * rows.num_rows, windows.completion_tokens)
 
+    def first_window(self, audio: Audio) -> np.ndarray:
+        """Features of the first window of audio, float32 [num_frames, num_channels].
+
+        Raises:
+            LlmcError: the model does not transcribe, or the audio cannot be read.
+        """
+        rows = self.require().features
+        assert rows is not None
+        return self._features(self._waveform(audio), rows)[:rows.num_frames]
+
     def _waveform(self, audio: Audio) -> Waveform:
         """Decode audio to a waveform at the model's rate."""
         rate = self.extractor.sampling_rate

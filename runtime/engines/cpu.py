@@ -4,7 +4,8 @@ Each slot has a contiguous row of the KV cache, which GroupQueryAttention extend
 `RowCache` maps blocks to these rows. A step runs in parts: first all decoding sequences, in
 adjacent rows (rows between them are computed and discarded), then prompt chunks. Rows that have
 never been used take no memory, since the operating system allocates pages on their first write. The
-same holds for the encoder outputs of an encoder-decoder model, which the decoder only reads.
+same holds for the encoder outputs of an encoder-decoder model, which the decoder only reads;
+`MemoryColumns` has those of decoding sequences side by side.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from llmc.artifacts.manifest import (
     HIDDEN_OUT,
     INPUT_FEATURES,
     MANIFEST_NAME,
+    MEMORY_STEPS,
     POOLED,
     ROTARY_POSITIONS,
     Chip,
@@ -39,6 +41,7 @@ from llmc.artifacts.manifest import (
 )
 from llmc.artifacts.weight_file import WEIGHTS_NAME
 from llmc.errors import LlmcError
+from llmc.memory import available_memory
 from llmc.plugins.attention.op import AXES
 from llmc.runtime.collectives import Communicator
 from llmc.runtime.core.step import (
@@ -55,15 +58,20 @@ from llmc.runtime.devices import Placement
 from llmc.runtime.engines import cpu_sessions
 from llmc.runtime.engines.draft_chain import DraftChain
 from llmc.runtime.engines.lora_stacks import LoraSpan, LoraStacks
+from llmc.runtime.engines.memory_columns import MemoryColumns
 from llmc.runtime.engines.pool_threads import PoolThreads
 from llmc.runtime.engines.row_cache import RowCache
 
 _SIZES = {"num_tokens", "num_logits", "batch"}
 _COLLECTIVES = {"all_reduce": "AllReduce", "all_gather": "AllGather"}
 MAX_CHUNK = 512  # prompt tokens in one run of the graphs; see `CpuEngine._chunk_size`
-# Tokens of a core's share of a step of texts. all-MiniLM-L6-v2 on one core: 54.3 texts/s in groups
-# of at most 128 tokens, 53.9 in groups of 512.
-MIN_SHARE = 128
+# Tokens of a group of texts that one core computes, when padded. all-MiniLM-L6-v2 in int8, texts of
+# 16 to 256 tokens on one core: 60 texts/s in groups of at most 128 tokens, 56 in groups of 512; a
+# BERT of 12 layers of 768, 12.2 and 11.6. Four texts of 13 tokens take 3.4 ms in two groups on two
+# cores, 4.3 in one group on both; two texts in float32 6.2 and 5.7.
+MIN_GROUP, MAX_GROUP = 24, 128
+COPY_SHARE = 4  # free memory is divided by this to get the limit of a copy of the weights
+_NO_INT32, _NO_INT64 = np.empty(0, np.int32), np.empty(0, np.int64)
 MIN_CHUNK = 16  # even if its attention scores exceed SCORE_BYTES
 SCORE_BYTES = 2**28  # limit of the attention scores of all ranks
 
@@ -76,6 +84,7 @@ class _Part:
     `embed_ids` is int32 [num_tokens], each token's row of `Step.embeds` or -1; empty: all -1.
     `positions_by_axis` is int32 [num_tokens, 3]; None: positions in the cache.
     `ranges` is int32 [num_tokens, 2], `Step.bidirectional_ranges`, of one sequence; None: all 0.
+    `decodes`: whether its sequences have one token each.
     """
 
     input_ids: np.ndarray
@@ -91,6 +100,7 @@ class _Part:
     input_features: np.ndarray | None = None
     positions_by_axis: np.ndarray | None = None
     ranges: np.ndarray | None = None
+    decodes: bool = False
 
     @property
     def position_ids(self) -> np.ndarray:
@@ -155,6 +165,7 @@ class CpuEngine:
         with _no_memory(limits, manifest):
             self._rows = RowCache(chip, limits, manifest.dims.max_seq_len)
             self._memory = _allocate(manifest, chip, limits.max_slots)
+            self._columns = MemoryColumns(self._memory)
             self._loras = LoraStacks(chip, limits) if chip.lora else None
         self._caches = self._rows.caches
         stacked = self._loras.inputs if self._loras else set[str]()
@@ -165,11 +176,15 @@ class CpuEngine:
                         for step in segments}
         self._wants_positions = any("position_ids" in step.inputs for step in segments)
         self._wants_axes = any(ROTARY_POSITIONS in step.inputs for step in segments)
+        self._wants_memory_steps = any(MEMORY_STEPS in step.inputs for step in segments)
         self._wants_ranges = any(BIDIRECTIONAL_RANGES in step.inputs for step in segments)
         self._wants_types = any("token_type_ids" in step.inputs for step in segments)
         self._last_uses = self._find_last_uses(chip.steps, {chip.result, *chip.features})
         self._per_token = manifest.pooling is not None and manifest.pooling.per_token
         self._unchunked = manifest.is_whole and not self._per_token
+        self._pool_graph: GraphStep | None = None  # of texts, if it is the rank's only one
+        if manifest.pooling and not self._kept and not self._loras and len(segments) == 1:
+            self._pool_graph, = segments
         self._pool_threads = self._make_pool_threads(case_dir, placement)
         self._draft_uses = [self._find_last_uses(draft.steps, {"logits", HIDDEN_OUT})
                             for draft in self._drafts]
@@ -228,7 +243,7 @@ class CpuEngine:
         """
         if not self._kept:
             rows: dict[int, np.ndarray] = {}
-            groups = [*self._similar(step)]
+            groups = [*self._similar(step)][::-1]  # the longest texts first
             parts = [self._whole(step, group) for group in groups]
             for group, part, made in zip(groups, parts, self._pool_parts(parts), strict=True):
                 rows.update(zip(group, self._split(made, part), strict=True))
@@ -250,26 +265,31 @@ class CpuEngine:
         return [each[index] for index in step.sample.tolist()]
 
     def _make_pool_threads(self, case_dir: Path, placement: Placement) -> PoolThreads | None:
-        """Return threads for groups of texts, if the rank has several cores and one graph."""
-        steps = self._chip.steps
-        if self._kept or self._loras or len(steps) > 1 or len(placement.cores) < 2:
+        """Return threads for groups of texts, if the rank has several cores and one graph.
+
+        Their session holds another copy of the weights, for which there must be enough memory.
+        """
+        step = self._pool_graph
+        if step is None or len(placement.cores) < 2:
             return None
-        (step,) = steps
-        assert isinstance(step, GraphStep)
+        size = (case_dir / self._chip.path / WEIGHTS_NAME).stat().st_size
+        if size > available_memory() // COPY_SHARE:
+            return None
         return PoolThreads(len(placement.cores), lambda: cpu_sessions.load(
             case_dir, step, cpu_sessions.one_thread()), POOLED)
 
     def _pool_parts(self, parts: Sequence[_Part]) -> list[np.ndarray]:
         """Run parts of texts, on all cores; returns the pooled rows of each."""
-        if self._pool_threads is None or len(parts) < 2:
+        if (step := self._pool_graph) is None:
             return [self._pool_part(part) for part in parts]
-        (step,) = self._chip.steps
-        assert isinstance(step, GraphStep)
-        given = [self._values(part) for part in parts]
+        inputs = [{name: values[name] for name in step.inputs} for values in map(
+            self._values, parts)]
         with cpu_sessions.translate_errors(f"ONNX Runtime failed in '{step.path}'", "give shorter "
                                            "texts, or lower max_num_batched_tokens"):
-            return self._pool_threads.run(
-                [{name: values[name] for name in step.inputs} for values in given])
+            if self._pool_threads is not None and len(parts) > 1:
+                return self._pool_threads.run(inputs)
+            session = self._sessions[step.path]
+            return [session.run([POOLED], own)[0] for own in inputs]
 
     def _pool_part(self, part: _Part) -> np.ndarray:
         values = self._values(part)
@@ -279,8 +299,8 @@ class CpuEngine:
     def _similar(self, step: Step) -> Iterator[list[int]]:
         """Groups of sequences of similar length.
 
-        A group has at most MAX_CHUNK tokens when padded. There are several groups for the cores
-        to share, unless they are too small for that.
+        A group has at most MAX_CHUNK tokens when padded; MAX_GROUP if each runs on one core. There
+        are several groups for the cores to share, unless they are too small for that.
         """
         lengths = step.seq_lens
         if len(lengths) == 1:
@@ -288,7 +308,8 @@ class CpuEngine:
             return
         most = self._max_tokens
         if self._pool_threads is not None:
-            most = min(most, max(-(-int(lengths.sum()) // self._pool_threads.cores), MIN_SHARE))
+            share = -(-int(lengths.sum()) // self._pool_threads.cores)
+            most = min(most, max(share, MIN_GROUP), MAX_GROUP)
         group: list[int] = []
         for index in np.argsort(lengths, kind="stable").tolist():
             if group and (len(group) + 1) * int(lengths[index]) > most:
@@ -300,9 +321,12 @@ class CpuEngine:
 
     def _whole(self, step: Step, group: Sequence[int]) -> _Part:
         """Some sequences of a step, all of whose tokens are new."""
+        if step.batch_size == 1:
+            return _Part(step.token_ids, step.cu_seqlens, step.past_lens, step.seq_lens,
+                         _NO_INT64, step.lora_ids if self._loras else _NO_INT32, _NO_INT32,
+                         token_type_ids=_taken(step.token_type_ids, slice(None)))
+
         def packed(tokens: np.ndarray) -> np.ndarray:
-            if step.batch_size == 1:
-                return tokens
             return np.concatenate([tokens[step.cu_seqlens[i]:step.cu_seqlens[i + 1]]
                                    for i in group])
 
@@ -397,7 +421,8 @@ class CpuEngine:
                         step.embed_ids[inside], first,
                         step.memory and step.memory.take(sequences),
                         positions_by_axis=_taken(step.rotary_positions, inside),
-                        ranges=_taken(step.bidirectional_ranges, inside)), len(indices) > 0
+                        ranges=_taken(step.bidirectional_ranges, inside),
+                        decodes=start < step.num_decode), len(indices) > 0
 
     def _chunks(self, step: Step, index: int, whole: bool, lora_ids: np.ndarray) -> \
             Iterator[tuple[_Part, bool]]:
@@ -516,18 +541,35 @@ class CpuEngine:
             values["token_type_ids"] = np.zeros_like(part.input_ids) \
                 if part.token_type_ids is None else part.token_type_ids
         if part.memory is not None:
-            values["encoder_sequence_length"] = lengths = part.memory.encoder_sequence_length
-            rows = part.memory.rows
-            if len(rows) == 1:  # graphs do not copy the keys of a single sequence
-                values["memory_starts"] = np.zeros(1, np.int32)
-                first = part.memory.first_rows(0)[0]
-                values.update((name, memory[rows[0], first:first + max(lengths[0], 1)])
-                              for name, memory in self._memory.items())
-            else:
-                values["memory_starts"] = part.memory.first_rows(self._mem_max_seq_len)
-                values.update((name, memory.reshape(-1, memory.shape[-1]))
-                              for name, memory in self._memory.items())
+            self._add_memory(values, part.memory, part.decodes)
         return values
+
+    def _add_memory(self, values: dict[str, np.ndarray], memory: EncoderOutputs,
+                    decodes: bool) -> None:
+        """Add the encoder outputs of a part, in an order in which graphs do not copy them.
+
+        It is that of a single sequence, and of several in columns.
+        """
+        values["encoder_sequence_length"] = lengths = memory.encoder_sequence_length
+        rows, firsts = memory.rows, memory.first_rows(0)
+        values[MEMORY_STEPS] = np.ones(len(rows), np.int32)
+        if len(rows) == 1:
+            if decodes:
+                self._columns.clear()
+            values["memory_starts"] = np.zeros(1, np.int32)
+            values.update((name, own[rows[0], firsts[0]:firsts[0] + max(lengths[0], 1)])
+                          for name, own in self._memory.items())
+            return
+        columns = self._columns.take(rows, firsts, lengths) \
+            if decodes and self._wants_memory_steps else None
+        if columns is None:
+            values["memory_starts"] = memory.first_rows(self._mem_max_seq_len)
+            values.update((name, own.reshape(-1, own.shape[-1]))
+                          for name, own in self._memory.items())
+        else:
+            values["memory_starts"] = np.arange(len(rows), dtype=np.int32)
+            values[MEMORY_STEPS] = np.full(len(rows), len(rows), np.int32)
+            values.update(columns)
 
     def _encode(self, prompts: Mapping[int, EncoderInput]) -> None:
         """Fill rows of the encoder-output buffer, in batches limited by their padded tokens."""
@@ -548,10 +590,11 @@ class CpuEngine:
         if part.input_features is not None:
             values[INPUT_FEATURES] = part.input_features
         self._run_steps(self._chip.encoder.steps, self._encoder_uses, part, values)
-        for name, memory in self._memory.items():
+        self._columns.forget({row for row, *_ in prompts})
+        for name, buffer in self._memory.items():
             for (row, first, _), start, end in zip(prompts, part.cu_seqlens, part.cu_seqlens[1:],
                                                    strict=False):
-                memory[row, first:first + end - start] = values[name][start:end]
+                buffer[row, first:first + end - start] = values[name][start:end]
 
     def _run_steps(self, steps: Steps, last_uses: list[list[str]], batch: _Part,
                    values: dict[str, np.ndarray]) -> None:

@@ -312,6 +312,12 @@ def test_a_kv_dtype_unsupported_by_a_target_is_refused(tiny_hf, tmp_path, target
         llmc.compile(tiny_hf, tmp_path / "case", target=target, kv_dtype=kv_dtype)
 
 
+def test_a_kv_dtype_without_a_kv_cache_is_refused(tmp_path):
+    hf = families.save(families.tiny_model("mamba2", num_heads=32, head_dim=4), tmp_path / "hf")
+    with pytest.raises(llmc.LlmcError, match="'Mamba2ForCausalLM' has no KV cache; leave it out"):
+        llmc.compile(hf, tmp_path / "case", target="cuda", kv_dtype="float8_e4m3fn")
+
+
 def test_float8_caches_take_one_byte_per_element(tiny_hf, tmp_path):
     manifests = [llmc.compile(tiny_hf, tmp_path / f"case{kv_dtype}", target="cuda",
                               dtype="bfloat16", kv_dtype=kv_dtype)

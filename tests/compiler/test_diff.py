@@ -35,7 +35,7 @@ def export(hf):
 
 def loads(hf=None, **changes):
     """Replacement of `load`: the existing export of the reference or of `hf`."""
-    return lambda reference, hf_dir: replace(families.copy_raw(export(hf or reference)), **changes)
+    return lambda reference, **_: replace(families.copy_raw(export(hf or reference)), **changes)
 
 
 @pytest.fixture

@@ -282,6 +282,11 @@ def test_a_quantized_file_is_requantized_with_an_option(q4_1, tmp_path):
     assert report.verdict is None and not report.weights
 
 
+def test_requantizing_weights_that_are_not_quantized_is_refused(tiny_hf, tmp_path):
+    with pytest.raises(llmc.LlmcError, match="has no quantized weights; leave it out"):
+        llmc.compile(tiny_hf, tmp_path / "case", quantize="int8", requantize=True)
+
+
 def test_an_unknown_tokenizer_is_refused_before_the_export(tmp_path, monkeypatch):
     path = write(tmp_path / "m.gguf", File(fields={**LLAMA, "tokenizer": "xyz"}))
     monkeypatch.setattr(gguf_file, "_tensors", None)  # of what is exported

@@ -103,6 +103,7 @@ def test_packages_that_transformers_lacks_are_named(tiny_hf, tmp_path, no_export
     (dict(max_seq_len=100000), "max_position_embeddings 64; allowed: 2 to 64"),
     (dict(mem_max_seq_len=64), "mem_max_seq_len 64 is given, but .* has no encoder"),
     (dict(max_batch_size=0), "max_batch_size 0 is below 1"),
+    (dict(max_batch_size=3), "target 'cpu' has no compiled maximum; leave it out"),
     (dict(max_batch_size=65537), "max_batch_size 65537 is above 65536"),
     (dict(mem_max_seq_len=2**30), "mem_max_seq_len 1073741824 is above 134217728"),
     (dict(tp_size="2"), "tp_size is '2', expected a whole number"),
@@ -148,6 +149,7 @@ def about(has_encoder=False, generation=None, **config):
      "tp_size 3 exceeds num_attention_heads 2"),
     (CompileOptions(mem_max_seq_len=65), about(True, {"bos_token_id": 1}), "mem_max_seq_len 65"),
     (CompileOptions(tp_size=5), about(text_config=dict(n_head=4)), "tp_size 5 exceeds"),
+    (CompileOptions(language_model_only=True), about(), "'Tiny' has no encoders of images or"),
 ])
 def test_unsupported_config_settings_are_refused(options, model, match):
     with pytest.raises(llmc.LlmcError, match=match):

@@ -46,6 +46,14 @@ def test_run_reads_pictures(case, red):
         assert result.exit_code == 2 and reason in result.stderr
 
 
+def test_run_says_which_models_take_audio(case):
+    result = run("run", case, "--audio", "sound.wav")
+    assert result.exit_code == 2 and result.stderr == (
+        "error: 'LlavaForConditionalGeneration' takes text and images in prompts, and does not "
+        "transcribe speech; give an encoder-decoder model of audio, such as Whisper, or one that "
+        "takes audio in prompts, such as Qwen2-Audio\n")
+
+
 def test_run_refuses_bad_pictures_by_one_sentence(case, red, tmp_path):
     given = [("https://example.com/a.png", "is not read, as only data: URLs are"),
              ("data", "'data' cannot be read (No such file or directory)")]

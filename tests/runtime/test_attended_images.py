@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 
 import families
 import numpy as np
@@ -20,6 +21,7 @@ from image_models import (
     write_model,
 )
 from processor_checkpoints import FAMILIES, tokenizer_of
+from safetensors.numpy import load_file, save_file
 from server_process import serving
 from transformers.models.mllama import processing_mllama
 
@@ -316,6 +318,19 @@ def test_diff_compares_each_layer_on_text(model):
     assert report.verdict is None, report
     compared = [own.name for own in report.layers if own.pair == "compiled vs transformers"]
     assert compared == [f"hidden_states.{layer}" for layer in range(5)] + ["logits"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("layer", ["k_proj", "o_proj"])  # of the encoder's graph, and the model's
+def test_diff_compares_weights_of_layers_that_attend_to_images(layer, model, tmp_path):
+    shutil.copytree(model[1].parent / "hf", tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    name = next(name for name in tensors if name.endswith(f"cross_attn.{layer}.weight"))
+    tensors[name] = tensors[name] * 1.5
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    report = diff(model[1], tmp_path / "hf", tokens=0)
+    assert report.verdict and f"cross_attn.{layer}.weight" in report.verdict
+    assert all(own.passed for own in report.layers)
 
 
 def test_diff_refuses_bisect(model):

@@ -9,6 +9,7 @@ from audio_models import (
     GREEDY,
     MODELS,
     WINDOW,
+    assert_audio_diff,
     assert_generates,
     clips,
     hours,
@@ -47,6 +48,7 @@ def test_families_generate_as_transformers(name, tp_size, tmp_path):
             prompts.append({"prompt": f"{own}{own}", "audio": clips(2, longer=3.2)})
         for prompt, completion in zip(prompts, llm.generate(prompts, GREEDY), strict=True):
             assert_generates(model, llm, prompt, completion)
+    assert_audio_diff(tmp_path / "case", tmp_path)
 
 
 # A chunk ends within a clip; blocks are short; one clip at a time fits into the cache.
@@ -154,3 +156,7 @@ def test_run_refuses_bad_audio_by_one_sentence(model, tmp_path):
         result = CliRunner().invoke(main, ["run", str(model[1]), "--audio", str(path), "--prompt",
                                            text])
         assert result.exit_code == 2 and message in result.stderr.splitlines()[-1], result.stderr
+
+
+def test_diff_compares_clips(model, tmp_path):
+    assert_audio_diff(model[1], tmp_path)

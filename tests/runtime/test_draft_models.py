@@ -548,7 +548,7 @@ def test_too_little_memory_for_model_and_draft_model(case, monkeypatch):
     config = EngineConfig(4, 512, 16, 2000, 0.9, None)
     taken = step_bytes(manifest, config)
     free = taken + (2000 + 4 * manifest.dims.max_seq_len) * token_bytes(manifest)
-    monkeypatch.setattr("llmc.runtime.replica.memory", lambda name: free)
+    monkeypatch.setattr("llmc.runtime.replica.memory_of_machine", lambda name: free)
     assert cpu_limits(manifest, config).num_blocks == 125
     with pytest.raises(llmc.LlmcError, match="a KV cache of 2000 tokens takes .*; lower "
                                              "kv_cache_tokens, or leave out the draft model"):

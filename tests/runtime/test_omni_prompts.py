@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import soundfile
-from audio_models import clips
+from audio_models import assert_audio_diff, clips
 from image_models import assert_image_diff, images
 from omni_models import GREEDY, MODELS, assert_generates, marks_of, prompts_of, write_model
 from processor_checkpoints import speech_of
@@ -95,6 +95,12 @@ def test_answers_about_both_kinds_score_as_transformers(model, tmp_path):
 @pytest.mark.thorough
 def test_diff_compares_images_between_the_tokens_of_the_chat_template(model, tmp_path):
     assert_image_diff(model[1], tmp_path, "rows of image 1")
+
+
+@pytest.mark.thorough
+def test_diff_compares_images_and_clips_of_one_prompt(model, tmp_path):
+    images(1)[0].save(tmp_path / "0.png")
+    assert_audio_diff(model[1], tmp_path, [tmp_path / "0.png"])
 
 
 @pytest.mark.thorough

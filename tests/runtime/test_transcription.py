@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import ctranslate2
 import numpy as np
@@ -10,12 +11,14 @@ import soundfile
 import speech
 import torch
 from click.testing import CliRunner
+from safetensors.numpy import load_file, save_file
 from transformers import WhisperFeatureExtractor
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
 import llmc
 from llmc import LlmcError, SamplingParams
 from llmc.cli import main
+from llmc.compiler.check.diff import diff
 from llmc.runtime.core.llm import _completions
 from llmc.runtime.core.loop import Scheduling
 from llmc.runtime.core.transcription import TranscriptionStream
@@ -361,6 +364,49 @@ def test_bench_measures_the_real_time_factor(tiny_speech, case_tp1):
                                  (case_tp1, 1, "does not transcribe speech")):
         refused = invoke("bench", case, "--audio", seconds)
         assert refused.exit_code == 2 and match in refused.stderr
+
+
+@pytest.fixture(scope="module")
+def sounds(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sounds")
+    paths = [folder / f"{seconds}.wav" for seconds in (0.5, 2.5)]
+    for index, path in enumerate(paths):
+        soundfile.write(path, speech.sound(float(path.stem), index), 16_000, subtype="FLOAT")
+    return paths
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_diff_compares_audio(tiny_speech, sounds, tp_size, tmp_path):
+    case = tiny_speech[2]
+    if tp_size > 1:
+        case = tmp_path / "case"
+        llmc.compile(tiny_speech[1], case, tp_size=tp_size)
+    report = diff(case, tiny_speech[1], audio=sounds)
+    assert report.verdict is None, report
+    assert {f"{name} (audio {index})" for index in range(2) for name in (
+        "memory_key_0", "memory_value_2", "hidden_states.0", "hidden_states.2", "logits")} <= {
+            own.name for own in report.layers}
+
+
+def test_diff_finds_weights_of_another_model_of_audio(tiny_speech, sounds, tmp_path):
+    shutil.copytree(tiny_speech[1], tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    name = "model.decoder.layers.1.encoder_attn.v_proj.weight"
+    tensors[name] = tensors[name] * 1.01
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    report = diff(tiny_speech[2], tmp_path / "hf", audio=sounds[:1])
+    assert report.first_layer == "memory_value_1 (audio 0)" and name in report.verdict
+    assert {own.name for own in report.weights} == {name}
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ([], "--audio is absent, but the model is 'WhisperForConditionalGeneration', which transc"),
+    (["--audio", "SOUND", "--tokens", "4"], "--tokens is not supported for 'WhisperFor"),
+    (["--audio", "none.wav"], "'none.wav' cannot be read")])
+def test_diff_refuses_what_does_not_apply_to_speech(tiny_speech, sounds, arguments, message):
+    result = invoke("diff", tiny_speech[2], "--reference", tiny_speech[1], *(
+        sounds[0] if own == "SOUND" else own for own in arguments))
+    assert result.exit_code == 2 and message in result.stderr
 
 
 @pytest.mark.thorough

@@ -47,9 +47,9 @@ class LlmcPlatform(Platform):
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        from llmc.runtime.replica import memory
+        from llmc.memory import memory_of_machine
 
-        return memory("MemTotal")
+        return memory_of_machine("MemTotal")
 
     @classmethod
     def inference_mode(cls) -> torch.no_grad:

@@ -14,6 +14,7 @@ from llmc.artifacts.manifest import (
     BIDIRECTIONAL_RANGES,
     HIDDEN,
     INPUT_FEATURES,
+    MEMORY_STEPS,
     ROTARY_POSITIONS,
 )
 from llmc.compiler.graph.probe import (
@@ -135,7 +136,7 @@ def attention(graph: gs.Graph, settings: Settings, report: Report) -> None:
         elif in_blocks and not isinstance(match, _CrossAttention):
             _rewrite_block(graph, match, settings, shared)
         else:
-            _rewrite_bidirectional(graph, match, shared)
+            _rewrite_bidirectional(graph, match, shared, settings)
 
     apply_rules(graph, [Rule("attention", frozenset({SDPA.name}), check, rewrite)], settings,
                 report)
@@ -477,7 +478,8 @@ def _add_norms(match: _Attention, names: Sequence[str], attrs: dict[str, Any],
 
 
 def _rewrite_bidirectional(graph: gs.Graph, match: _Attention,
-                           shared: dict[bytes, tuple[gs.Constant, ...]]) -> None:
+                           shared: dict[bytes, tuple[gs.Constant, ...]],
+                           settings: Settings) -> None:
     query, key, value = match.query, match.key, match.value
     attrs: dict[str, Any] = {name: match.node.attrs[name] for name in ("softcap", "window")
                              if match.node.attrs[name]}
@@ -485,6 +487,8 @@ def _rewrite_bidirectional(graph: gs.Graph, match: _Attention,
     if isinstance(match, _CrossAttention):
         inputs |= {"key_starts": graph_input(graph, "memory_starts", ("batch",)),
                    "key_lens": graph_input(graph, "encoder_sequence_length", ("batch",))}
+        if settings.target.key_steps:
+            inputs["key_steps"] = graph_input(graph, MEMORY_STEPS, ("batch",))
     inputs |= {"query": projection(graph, query, query.heads.columns, match.output),
                "key": projection(graph, key, key.heads.distinct, match.output),
                "value": projection(graph, value, value.heads.distinct, match.output),

@@ -1,14 +1,15 @@
 """Attention of packed queries to all keys of their sequence: encoders, cross-attention.
 
 Sequence b has queries in rows cu_seqlens[b] to cu_seqlens[b + 1], and keys and values in
-key_lens[b] rows from key_starts[b] on. Several sequences may have the same keys, as the beams of a
-prompt do.
+key_lens[b] rows from key_starts[b] on, key_steps[b] rows apart. Several sequences may have the same
+keys, as the beams of a prompt do.
 
     query           [num_tokens, num_heads * head_dim]
     key, value      [num_keys, num_kv_heads * head_dim]
     cu_seqlens      int32 [batch + 1]
     key_starts      int32 [batch]; absent with key_lens: keys are in the rows of the queries
     key_lens        int32 [batch]
+    key_steps       int32 [batch]; optional, with key_starts: at least 1, else 1
     distance_bias   [num_heads, 2 * n + 1]; optional. Column n + j - i, clamped, is added to the
                     score of query i and key j, both counted in their sequence
     cos, sin        [positions, rotary_dim / 2]; optional: queries and keys are rotated by their
@@ -53,6 +54,8 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
     if ("key_starts" in present) != ("key_lens" in present):
         raise ValueError("BidirectionalAttention takes key_starts and key_lens together")
+    if "key_steps" in present and "key_starts" not in present:
+        raise ValueError("BidirectionalAttention takes key_steps only with key_starts")
     rotary = fields["rotary_dim"]
     if ({"cos", "sin"} & present or rotary) and (
             not {"cos", "sin"} <= present or not 0 < rotary <= dim or rotary % 2):
@@ -67,7 +70,7 @@ def _dims(fields: Fields, present: frozenset[str]) -> dict[str, Shape]:
     table = ("num_tokens" if fields["rotary_by_row"] else "positions", rotary // 2)
     return {"query": ("num_tokens", heads * dim), "key": keys, "value": keys,
             "cu_seqlens": ("batch_plus_1",), "key_starts": ("batch",), "key_lens": ("batch",),
-            "distance_bias": (heads, "2 * n + 1"),
+            "key_steps": ("batch",), "distance_bias": (heads, "2 * n + 1"),
             "cos": table, "sin": table,
             "q_norm": (dim,), "k_norm": (dim,)}
 
@@ -109,7 +112,10 @@ def _gathered(present: frozenset[str], key: str) -> list[str]:
         "most = ReduceMax<keepdims=0>(key_len)",
         "j = Range(zero, most, one)",
         "key_start_column = Unsqueeze(key_start, c1)",
-        "key_row = Add(key_start_column, j)",
+        *(["key_step = Cast<to=7>(key_steps)", "key_step_column = Unsqueeze(key_step, c1)",
+           "key_place = Mul(key_step_column, j)"] if "key_steps" in present else
+          ["key_place = Identity(j)"]),
+        "key_row = Add(key_start_column, key_place)",
         "num_keys = Shape<start=0, end=1>(key)",
         "last_key = Sub(num_keys, one)",
         "key_pad = Min(key_row, last_key)",  # [B, L]: arbitrary for padding
@@ -175,7 +181,7 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
     if fields["softcap"]:
         return None
     if "key_starts" in present:
-        return None if "distance_bias" in present else _cpu_cross(fields)
+        return None if "distance_bias" in present else _cpu_cross(fields, present)
     if heads != kv_heads:
         return None
     query_lines, query = _heads("q", heads, "query", fields, present)
@@ -206,26 +212,53 @@ def _cpu(fields: Fields, present: frozenset[str]) -> str | None:
         "out_padded = Gather<axis=0>(rows_padded, place)", "}>"])
 
 
-def _cpu_cross(fields: Fields) -> str:
+def _cpu_cross(fields: Fields, present: frozenset[str]) -> str:
     """Read keys and values where they are, by com.microsoft.FusedMatMul on [L, B, kv_heads, D].
 
-    The keys of one sequence are not copied if there are no others. Those of several are gathered.
-    Query heads of a KV head are rows of one product.
+    Keys are not copied if they are all of `key` in this order: those of one sequence, or those of
+    several side by side (`key_starts` 0, 1, ..., `key_steps` B). Others are gathered. Query heads
+    of a KV head are rows of one product.
     """
     heads, kv_heads, dim = (fields[key] for key in ("num_heads", "num_kv_heads", "head_dim"))
 
-    def attended(name: str, keys: str, values: str, masks: bool) -> list[str]:
+    def attended(name: str, gathers: bool, masks: bool) -> list[str]:
+        keys, values = ("key_rows", "value_rows") if gathers else ("key", "value")
         return [
+            f"shape_{name} = Concat<axis=0>(every, batch, head_shape)",
+            f"key_{name} = Reshape({keys}, shape_{name})",
+            f"value_{name} = Reshape({values}, shape_{name})",
             f"scores_{name} = com.microsoft.FusedMatMul<alpha={float(_scale(fields))!r}, transB=1, "
-            f"transBatchB=1>(queries, {keys})",
-            *(["key_len_column = Unsqueeze(key_len, c1)", "there = Less(j, key_len_column)",
-               _ints("c12", 1, 2), "inside = Unsqueeze(there, c12)",
-               "never = Constant<value_float=-1e30>()",
+            f"transBatchB=1>(queries, key_{name})",
+            *(["never = Constant<value_float=-1e30>()",
                f"masked_{name} = Where(inside, scores_{name}, never)"] if masks else
               [f"masked_{name} = Identity(scores_{name})"]),
             f"weights_{name} = Softmax<axis=-1>(masked_{name})",
-            f"out_{name} = com.microsoft.FusedMatMul<transBatchB=1>(weights_{name}, {values})"]
+            f"out_{name} = com.microsoft.FusedMatMul<transBatchB=1>(weights_{name}, value_{name})"]
 
+    steps = "key_steps" in present
+    side_by_side = [
+        "last_sequence = Squeeze(batch)", "sequences = Range(zero, last_sequence, one)",
+        "starts_here = Equal(key_start, sequences)", "steps_here = Equal(key_step, batch)",
+        "are_here = And(starts_here, steps_here)", "are_here_int = Cast<to=6>(are_here)",
+        "all_here = ReduceMin(are_here_int)", "in_order = Cast<to=9>(all_here)"]
+
+    whole = "attended" if heads == kv_heads else "of_groups"
+    gathered = [*(["key_place = Mul(j_column, key_step)"] if steps else []),
+                *_cpu_gathered("key_place" if steps else "j_column"),
+                *attended("gathered", gathers=True, masks=True)]
+    if steps:  # one of three is not empty; llmc loads no If inside another
+        parts = ["nothing = Slice(queries, c0, c0)",
+                 "out_of_place = Not(in_place)", "uneven = Not(even)",
+                 "masked = And(in_place, uneven)",
+                 *_if("unmasked", "all", attended("all", gathers=False, masks=False)),
+                 *_if("masked", "uneven", attended("uneven", gathers=False, masks=True)),
+                 *_if("out_of_place", "gathered", gathered),
+                 f"{whole} = Concat<axis=0>(made_all, made_uneven, made_gathered)"]
+    else:
+        parts = [f"{whole} = If(unmasked) <then_branch = all () => (float[b, h, s, d] out_all) {{",
+                 *attended("all", gathers=False, masks=False),
+                 "}, else_branch = gathered () => (float[b, h, s, d] out_gathered) {",
+                 *gathered, "}>"]
     return "\n".join([
         _TOKENS, "key_len = Cast<to=7>(key_lens)", "padded = Gather<axis=0>(query, pad)",
         _ints("heads_shape", 0, 0, heads, dim), "by_head = Reshape(padded, heads_shape)",
@@ -234,30 +267,41 @@ def _cpu_cross(fields: Fields) -> str:
         *([] if heads == kv_heads else [
             _ints("groups_shape", 0, kv_heads, -1, dim),
             "queries = Reshape(of_heads, groups_shape)"]),
+        "key_start = Cast<to=7>(key_starts)",
         "most = ReduceMax<keepdims=0>(key_len)", "num_keys = Shape<start=0, end=1>(key)",
         "batch = Shape(key_len)", "total = Mul(batch, most)", "is_all = Equal(num_keys, total)",
-        "is_one = Equal(batch, c1)", "alone_1d = And(is_one, is_all)", "alone = Squeeze(alone_1d)",
-        f"{'attended' if heads == kv_heads else 'of_groups'} = If(alone) "
-        "<then_branch = one () => (float[b, h, s, d] out_one) {",
-        _ints("one_shape", -1, 1, kv_heads, dim),
-        "key_one = Reshape(key, one_shape)", "value_one = Reshape(value, one_shape)",
-        *attended("one", "key_one", "value_one", masks=False),
-        "}, else_branch = several () => (float[b, h, s, d] out_several) {",
-        "key_start = Cast<to=7>(key_starts)", "j = Range(zero, most, one)",
-        "j_column = Unsqueeze(j, c1)", "key_row = Add(j_column, key_start)",  # [L, B]
-        "last_key = Sub(num_keys, one)",
-        "key_pad = Min(key_row, last_key)",  # arbitrary for padding
-        "key_rows = Gather<axis=0>(key, key_pad)", "value_rows = Gather<axis=0>(value, key_pad)",
-        _ints("several_shape", 0, 0, kv_heads, dim),
-        "key_several = Reshape(key_rows, several_shape)",
-        "value_several = Reshape(value_rows, several_shape)",
-        *attended("several", "key_several", "value_several", masks=True), "}>",
+        *(["key_step = Cast<to=7>(key_steps)", *side_by_side] if steps else
+          ["in_order = Equal(batch, c1)"]),
+        "in_place_1d = And(in_order, is_all)", "in_place = Squeeze(in_place_1d)",
+        "fewest = ReduceMin<keepdims=0>(key_len)", "even = Equal(fewest, most)",
+        "unmasked = And(in_place, even)",
+        "j = Range(zero, most, one)", "j_column = Unsqueeze(j, c1)",
+        "key_len_column = Unsqueeze(key_len, c1)", "there = Less(j, key_len_column)",
+        _ints("c12", 1, 2), "inside = Unsqueeze(there, c12)",
+        _ints("every", -1), _ints("head_shape", kv_heads, dim),
+        *parts,
         *([] if heads == kv_heads else [
             _ints("attended_shape", 0, heads, -1, dim),
             "attended = Reshape(of_groups, attended_shape)"]),
         "by_token = Transpose<perm=[0, 2, 1, 3]>(attended)",
         _ints("rows_shape", -1, heads * dim), "rows = Reshape(by_token, rows_shape)",
         "out = Gather<axis=0>(rows, place)"])
+
+
+def _if(condition: str, name: str, lines: list[str]) -> list[str]:
+    """Return lines for `made_<name>`: `out_<name>` of these lines, or the empty `nothing`."""
+    return [f"made_{name} = If({condition}) "
+            f"<then_branch = {name} () => (float[b, h, s, d] out_{name}) {{", *lines,
+            f"}}, else_branch = no_{name} () => (float[b, h, s, d] no_{name}) {{",
+            f"no_{name} = Identity(nothing)", "}>"]
+
+
+def _cpu_gathered(place: str) -> list[str]:
+    """Return lines for the rows of keys and values, [L, B, ...], given places after the starts."""
+    return [f"key_row = Add({place}, key_start)", "last_key = Sub(num_keys, one)",
+            "key_pad = Min(key_row, last_key)",  # arbitrary for padding
+            "key_rows = Gather<axis=0>(key, key_pad)",
+            "value_rows = Gather<axis=0>(value, key_pad)"]
 
 
 def _cpu_held_scores(fields: Fields, present: frozenset[str]) -> int:
@@ -315,10 +359,12 @@ def _reference(fields: Fields, inputs: Mapping[str, np.ndarray]) -> list[np.ndar
     begins = inputs["cu_seqlens"]
     starts = inputs.get("key_starts", begins[:-1])
     lens = inputs.get("key_lens", np.diff(begins))
-    for b, (start, count) in enumerate(zip(starts, lens, strict=True)):
+    steps = inputs.get("key_steps", np.ones_like(lens))
+    for b, (start, count, step) in enumerate(zip(starts, lens, steps, strict=True)):
         if begins[b] == begins[b + 1]:
             continue
-        keys, values = (x[start:start + count].reshape(count, kv_heads, dim) for x in (key, value))
+        rows = start + step * np.arange(count)
+        keys, values = (x[rows].reshape(count, kv_heads, dim) for x in (key, value))
         first = int(begins[b]) if fields["rotary_by_row"] else 0  # row of the tables
         keys = np.stack([prepared(own, "k_norm", first + j) for j, own in enumerate(keys)])
         for i, token in enumerate(range(begins[b], begins[b + 1])):
@@ -366,25 +412,35 @@ def _samples(rng: np.random.Generator) -> list[Sample]:
         {"new": (3,), "dim": 8, "kv_heads": 4, "starts": (4,), "lens": (6,)},
         {"new": (3,), "dim": 8, "kv_heads": 4, "starts": (0,), "lens": (6,), "spare": 0},
         {"new": (3,), "dim": 8, "starts": (0,), "lens": (6,), "spare": 0},
+        {"new": (1, 1, 1), "dim": 16, "starts": (0, 1, 2), "lens": (5, 2, 4), "steps": (3, 3, 3),
+         "spare": 0},
+        {"new": (2, 1), "dim": 8, "kv_heads": 4, "starts": (0, 1), "lens": (5, 5), "steps": (2, 2),
+         "spare": 0},
+        {"new": (1, 0, 2), "dim": 8, "starts": (4, 0, 1), "lens": (3, 6, 2), "steps": (1, 2, 3)},
+        {"new": (3,), "dim": 8, "starts": (0,), "lens": (6,), "steps": (1,), "spare": 0},
     )
     return [_sample(rng, **variant) for variant in variants]
 
 
 def _sample(rng: np.random.Generator, new: Sequence[int], dim: int, heads: int = 4,
             kv_heads: int = 2, starts: Sequence[int] | None = None,
-            lens: Sequence[int] | None = None, spare: int = 2, biased: int = 0,
+            lens: Sequence[int] | None = None, steps: Sequence[int] | None = None,
+            spare: int = 2, biased: int = 0,
             normed: bool = False, **fields: Any) -> Sample:
     def normal(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(np.float32)
 
     count = sum(new)
     if starts is not None and lens is not None:
-        count = max(map(sum, zip(starts, lens, strict=True))) + spare
+        count = max(start + step * (len_ - 1) + 1 for start, step, len_ in zip(
+            starts, steps or [1] * len(lens), lens, strict=True)) + spare
     inputs = {"query": normal(sum(new), heads * dim), "key": normal(count, kv_heads * dim),
               "value": normal(count, kv_heads * dim),
               "cu_seqlens": np.cumsum([0, *new]).astype(np.int32)}
     if starts is not None:
         inputs |= {"key_starts": np.array(starts, np.int32), "key_lens": np.array(lens, np.int32)}
+    if steps is not None:
+        inputs["key_steps"] = np.array(steps, np.int32)
     if biased:
         inputs["distance_bias"] = normal(heads, 2 * biased + 1)
     if "rotary_dim" in fields:
@@ -400,7 +456,7 @@ OP = Op(
     name="BidirectionalAttention",
     version=2,
     inputs=("query", "key", "value", "cu_seqlens", "key_starts?", "key_lens?", "distance_bias?",
-            "cos?", "sin?", "q_norm?", "k_norm?"),
+            "cos?", "sin?", "q_norm?", "k_norm?", "key_steps?"),
     outputs=("out",),
     fields={"num_heads": 0, "num_kv_heads": 0, "head_dim": 0, "scale": 0.0, "softcap": 0.0,
             "window": 0, "rotary_dim": 0, "interleaved": 0, "norm_epsilon": 1e-6,
@@ -417,7 +473,8 @@ OP = Op(
     bodies={"cpu": _cpu},
     held_scores={"cpu": _cpu_held_scores},
     float32_inputs=frozenset({"distance_bias", "cos", "sin", "q_norm", "k_norm"}),
-    integer_inputs=frozenset({"cu_seqlens", "key_starts", "key_lens"}),
+    integer_inputs=frozenset({"cu_seqlens", "key_starts", "key_lens", "key_steps"}),
+    coreless=frozenset({"key_steps"}),
     core_most={"head_dim": 256},
     core_multiple={"head_dim": 8},
     reference=_reference,
