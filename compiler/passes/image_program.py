@@ -316,7 +316,8 @@ class _Division:
         if id(sources[0]) not in self._computed:
             raise LlmcError(f"{describe(producer(sources[0]))} of the image encoder is neither a "
                             f"selection of rows nor an op on each row; compile for --target cpu")
-        found = [_probe(piece, sources[0], sample) for sample in self._samples]
+        samples = self._samples[:1] if _is_fixed(piece, sources[0]) else self._samples
+        found = [_probe(piece, sources[0], sample) for sample in samples]
         kinds = {None if own is None else own.columns.tobytes() for own in found}
         if len(kinds) != 1 or found[0] is None:
             raise LlmcError(f"{describe(tensor)} of the image encoder is not a selection of whole "
@@ -552,8 +553,7 @@ class _Division:
     def _fixed_rows(self, selection: _Selection, first: int) -> np.ndarray | None:
         """`_rows_of` if they are the same for all images, else None."""
         piece, source = selection.piece, selection.source
-        if not isinstance(source.shape[0], int) or any(
-                own is not source and not isinstance(own, gs.Constant) for own in piece.inputs):
+        if not _is_fixed(piece, source):
             return None
         weights = {own.name: values_of(own).load() for own in piece.inputs
                    if isinstance(own, gs.Constant)}
@@ -594,6 +594,12 @@ class _Division:
         self._graph.nodes.append(gs.Node(op=op, name=name, attrs=attrs, inputs=[*inputs],
                                          outputs=[result]))
         return result
+
+
+def _is_fixed(piece: Piece, source: gs.Tensor) -> bool:
+    """Whether a subgraph does the same for all images."""
+    return isinstance(source.shape[0], int) and all(
+        own is source or isinstance(own, gs.Constant) for own in piece.inputs)
 
 
 @dataclass(frozen=True)
