@@ -48,9 +48,8 @@ def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
     traced = trace_image(copy.deepcopy(config), [item.arrays for item in samples],
                          () if attended else [item.num_rows for item in samples])
     graph = encoder_graph(traced.proto, config, IMAGE, tensors, origin, names)
-    exported = [ImageSample.of(arrays, graph.inputs) for arrays in traced.inputs]
     name_sizes(graph, "image")
-    inputs = tuple(sample.renamed(graph.inputs) for sample in exported)
+    inputs = tuple(ImageSample.of(arrays, graph.inputs) for arrays in traced.inputs)
     return RawImageEncoder(graph, traced.computed, grid, masks.kind, masks.token_id,
                            traced.padded, inputs,
                            _attended(samples, traced) if attended else None)
