@@ -332,6 +332,9 @@ class ImageEncoderProgram(_Frozen):
     `images`, consecutive positions of rows; of a `prompt` with images, all tokens. Chips read
     `token_id` in `input_ids` at positions of rows, if it is given. If `padded`, the first rows, as
     many as the prompt takes, are the image's and the others are of padding.
+
+    `reshaped` has outputs of the first step that are an input in another shape, with its name. If
+    there are any, the other outputs depend on the shapes of these inputs, not on their values.
     """
 
     inputs: tuple[TensorInfo, ...]
@@ -342,6 +345,7 @@ class ImageEncoderProgram(_Frozen):
     bidirectional: Annotated[Bidirectional | None, Field(exclude_if=_is_absent)] = None
     token_id: Annotated[CountOrNone | None, Field(exclude_if=_is_absent)] = None
     padded: Annotated[bool, Field(exclude_if=_is_false)] = False
+    reshaped: Annotated[dict[str, str], Field(exclude_if=_is_empty)] = {}
     quantization: Annotated[dict[str, WeightForm], Field(exclude_if=_is_empty)] = {}
 
 

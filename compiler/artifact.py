@@ -37,6 +37,7 @@ from llmc.artifacts.manifest import (
 )
 from llmc.artifacts.vision_input import VisionInput
 from llmc.artifacts.weight_file import WEIGHTS_NAME as WEIGHTS_NAME
+from llmc.compiler.graph.probe import reshaped_outputs
 from llmc.compiler.graph.rewrite import caches, fields_of, is_llmc, op_of, operands, state_of
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.passes.lora import describe_lora, lora_scales
@@ -302,7 +303,7 @@ def describe_image(graph: gs.Graph, outputs: Sequence[gs.Tensor],
                  for own in outputs)
     return ImageEncoderProgram(inputs=_describe(graph.inputs), outputs=rows, steps=steps,
                                computed=computed, grid=grid, bidirectional=bidirectional,
-                               token_id=token_id, padded=padded)
+                               token_id=token_id, padded=padded, reshaped=reshaped_outputs(graph))
 
 
 def describe_audio(graph: gs.Graph, steps: tuple[GraphStep | CollectiveStep, ...]) -> \

@@ -38,6 +38,7 @@ ELEMENTWISE = frozenset({
     "Selu", "Sigmoid", "Softplus", "Sqrt", "Sub", "Swish", "Tanh", "Where", "Sign", "Greater",
     "Less", "GreaterOrEqual", "LessOrEqual", "Equal", "Not", "And", "Or", "IsNaN", "QuickGelu",
 })
+_RESHAPING = frozenset({"Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze"})
 # Layout changes, and the ops that rotary embeddings are exported as.
 LAYOUT = frozenset({
     "Reshape", "Transpose", "Slice", "Split", "Concat", "Unsqueeze", "Squeeze", "Expand", "Gather",
@@ -69,6 +70,23 @@ def dependents(graph: gs.Graph, sources: Iterable[int]) -> set[int]:
         if any(id(tensor) in data for tensor in node.inputs):
             data.update(id(tensor) for tensor in node.outputs)
     return data
+
+
+def reshaped_outputs(graph: gs.Graph) -> dict[str, str]:
+    """Outputs that are the pixels in another shape, with the input's name.
+
+    Empty if the values of pixels have another use.
+    """
+    pixels = next((own for own in graph.inputs if own.name == PIXEL_VALUES), None)
+    if pixels is None:
+        return {}
+    data, same = data_tensors(graph), {id(pixels)}
+    for node in graph.nodes:
+        if node.op in _RESHAPING and id(node.inputs[0]) in same:
+            same.add(id(node.outputs[0]))
+    depending = [own for own in graph.outputs if id(own) in data]
+    return {own.name: PIXEL_VALUES for own in depending} \
+        if all(id(own) in same for own in depending) else {}
 
 
 def token_feeds(batch: int, seq: int, positions: np.ndarray | None = None) -> \

@@ -33,6 +33,9 @@ def proposal(index: int) -> int:
 
 def positions(past_lens: np.ndarray, cu_seqlens: np.ndarray) -> np.ndarray:
     """Position ids of packed tokens, int64 [num_tokens]; see `Step`."""
+    if len(past_lens) == 1:
+        past = int(past_lens[0])
+        return np.arange(past, past + int(cu_seqlens[1]), dtype=np.int64)
     starts = past_lens.astype(np.int64) - cu_seqlens[:-1]
     position_ids: np.ndarray = np.arange(cu_seqlens[-1]) + np.repeat(starts, np.diff(cu_seqlens))
     return position_ids

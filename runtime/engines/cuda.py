@@ -576,12 +576,25 @@ def encoder_arrays(prompts: Sequence[EncoderTokens], dtype: str) -> tuple[np.nda
 
 def bytes_in(dtype: str, array: np.ndarray) -> np.ndarray:
     """The bytes of an array in a dtype, uint8; numbers are rounded to the nearest."""
-    if dtype == "bfloat16":  # ties to even
-        bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
-        values = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-    else:
-        values = np.ascontiguousarray(array, np.dtype(dtype))
-    return values.reshape(-1).view(np.uint8)
+    if dtype == "bfloat16":
+        return _bfloat16(np.ascontiguousarray(array, np.float32).reshape(-1)).view(np.uint8)
+    return np.ascontiguousarray(array, np.dtype(dtype)).reshape(-1).view(np.uint8)
+
+
+def _bfloat16(numbers: np.ndarray) -> np.ndarray:
+    """Round float32 [n] to bfloat16, ties to even, as uint16: in pieces that caches hold."""
+    bits = numbers.view(np.uint32)
+    rounded, room = np.empty(bits.shape, np.uint16), np.empty(1 << 17, np.uint32)
+    for start in range(0, len(bits), len(room)):
+        piece = bits[start:start + len(room)]
+        own = room[:len(piece)]
+        np.right_shift(piece, 16, out=own)
+        own &= 1
+        own += piece
+        own += 0x7FFF
+        own >>= 16
+        rounded[start:start + len(own)] = own
+    return rounded
 
 
 def as_rows(step: Step) -> Step:

@@ -42,8 +42,8 @@ def load_image_encoder(manifest: Manifest, case_dir: Path, threads: int, device:
     assert manifest.image is not None
     if len(manifest.image.steps) == 1:
         return ImageEncoder(manifest, case_dir, threads)
-    return DividedImageEncoder(manifest, case_dir, threads,
-                               CudaImageProgram(manifest, case_dir, device).run)
+    program = CudaImageProgram(manifest, case_dir, device)
+    return DividedImageEncoder(manifest, case_dir, threads, program.run, program.convert)
 
 
 def declare_image_program(declared: Any, program: Program) -> tuple[list[int], dict[str, int]]:
@@ -95,15 +95,20 @@ class CudaImageProgram:
         self._cuda, self._device = extension(), device
         self._program, self._stored = read_image_program(manifest, case_dir)
         self._path = case_dir / manifest.chips[0].path / WEIGHTS_NAME
-        self._arrays = [(own.name, own.dtype) for own in self._program.tensors
-                        if own.kind == "input"]
+        self._arrays = {own.name: own.dtype for own in self._program.tensors
+                        if own.kind == "input"}
         self._engine: Any = None
         self._numbers: list[int] = []
         self._sizes = (0, 0, 0)
         self._load((_PATCHES, _PATCHES, _PATCHES))
 
-    def run(self, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """Run it on one image: inputs by name to float32 [num_rows, width] of each output.
+    def convert(self, name: str, array: np.ndarray) -> np.ndarray:
+        """Bytes of an input in its dtype, uint8 [rows, bytes of a row]."""
+        return bytes_in(self._arrays[name], array).reshape(len(array), -1)
+
+    def run(self, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray] | np.ndarray:
+        """Run it on one image: converted inputs by name to float32 [num_rows, width] of each
+        output, which are one array if they have equal sizes.
 
         Raises:
             LlmcError: the GPU fails, or has too little memory.
@@ -115,16 +120,18 @@ class CudaImageProgram:
         if self._engine is None or any(size > most for size, most in
                                        zip(sizes, self._sizes, strict=True)):
             self._load(tuple(map(max, sizes, self._sizes)))
-        arrays = [bytes_in(dtype, inputs[name]) for name, dtype in self._arrays]
         with self._errors("failed"):
-            self._engine.encode_image(arrays, *sizes)
-            return [self._read(number, sizes) for number in self._program.outputs]
+            self._engine.encode_image([inputs[name] for name in self._arrays], *sizes)
+            return self._read(sizes)
 
-    def _read(self, number: int, sizes: tuple[int, ...]) -> np.ndarray:
-        tensor = self._program.tensors[number]
-        rows = np.empty((sizes[int(tensor.per_logit)], tensor.width), np.float32)
-        self._engine.read_watched(self._numbers[number], rows.reshape(-1))
-        return rows
+    def _read(self, sizes: tuple[int, ...]) -> list[np.ndarray] | np.ndarray:
+        tensors = [self._program.tensors[number] for number in self._program.outputs]
+        shapes = [(sizes[int(own.per_logit)], own.width) for own in tensors]
+        made: list[np.ndarray] | np.ndarray = [np.empty(shape, np.float32) for shape in shapes] \
+            if len({*shapes}) > 1 else np.empty((len(shapes), *shapes[0]), np.float32)
+        for number, rows in zip(self._program.outputs, made, strict=True):
+            self._engine.read_watched(self._numbers[number], rows.reshape(-1))
+        return made
 
     def _load(self, sizes: tuple[int, ...]) -> None:
         """Load it for images of these patches, rows and segments."""

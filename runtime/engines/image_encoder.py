@@ -7,7 +7,9 @@ perhaps the rows of the prompt from its outputs.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,8 @@ from llmc.errors import LlmcError
 from llmc.runtime.engines import cpu_sessions
 from llmc.runtime.multimodal import vision_inputs
 from llmc.runtime.multimodal.items import MediaItem, Modality
+
+_MOST = 256 << 20  # bytes that are kept for images of several sizes
 
 
 class MediaEncoder:
@@ -61,7 +65,8 @@ class MediaEncoder:
                  if name in read or name not in UNREAD}
         for own in self._program.computed if isinstance(self._program, ImageEncoderProgram) else ():
             feeds |= vision_inputs.of_arrays(own, arrays)
-        rows = np.stack(self._run(feeds))
+        made = self._run(feeds)
+        rows = made if isinstance(made, np.ndarray) else np.stack(made)
         if isinstance(self._program, ImageEncoderProgram) and self._program.padded:
             rows = rows[:, :item.num_rows]
         if self._attended is None and rows.shape[1] != item.num_rows:
@@ -73,8 +78,8 @@ class MediaEncoder:
                             f"{MANIFEST_NAME} says {self._attended}; compile the model again")
         return rows
 
-    def _run(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """Return the rows of each output, float32 [num_rows, width]."""
+    def _run(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray] | np.ndarray:
+        """Return the rows of each output, float32 [num_rows, width], in an array or a list."""
         computed = self._run_session(self._session, feeds)
         return [computed[tensor.name] for tensor in self._program.outputs]
 
@@ -111,16 +116,22 @@ class ImageEncoder(MediaEncoder):
 class DividedImageEncoder(ImageEncoder):
     """Computes the inputs of a program by ONNX Runtime, and runs it on a device.
 
-    A third step computes the rows of the prompt from the outputs of both.
+    A third step computes the rows of the prompt from the outputs of both. What depends on an
+    image's size alone is kept for images of the same size.
 
     Args:
-        run: runs the program; inputs by name to its outputs, float32 [num_rows, width] each.
+        run: runs the program; converted inputs by name to its outputs, float32 [num_rows, width]
+            each.
+        convert: makes what the program takes of an input, by its name.
     """
 
     def __init__(self, manifest: Manifest, case_dir: Path, threads: int,
-                 run: Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]) -> None:
+                 run: Callable[[Mapping[str, np.ndarray]], list[np.ndarray] | np.ndarray],
+                 convert: Callable[[str, np.ndarray], np.ndarray] = lambda name, array: array) -> \
+            None:
         super().__init__(manifest, case_dir, threads)
-        self._run_program = run
+        self._run_program, self._convert = run, convert
+        self._kept = OrderedDict[tuple[object, ...], _Kept]()  # least recently used first
         self._rows: ort.InferenceSession | None = None
         if len(self._steps) > 2:
             step = self._steps[2]
@@ -131,15 +142,62 @@ class DividedImageEncoder(ImageEncoder):
                 raise LlmcError(f"'{step.path}' has other inputs or outputs than {MANIFEST_NAME} "
                                 f"lists; compile the model again")
 
-    def _run(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        known = self._run_session(self._session, feeds)
-        device = self._steps[1]
-        known |= zip(device.outputs, self._run_program(with_equal_segments(
-            {name: known[name] for name in device.inputs})), strict=True)
+    def _run(self, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray] | np.ndarray:
+        known, inputs = self._inputs_of(feeds)
+        device, outputs = self._steps[1], [tensor.name for tensor in self._program.outputs]
+        made = self._run_program(inputs)
+        if self._rows is None and [*device.outputs] == outputs:
+            return made
+        known = {**known, **dict(zip(device.outputs, made, strict=True))}
         if self._rows is not None:
             known |= self._run_session(self._rows, {
                 own.name: known[own.name] for own in self._rows.get_inputs()})
-        return [known[tensor.name] for tensor in self._program.outputs]
+        return [known[name] for name in outputs]
+
+    def _inputs_of(self, feeds: Mapping[str, np.ndarray]) -> \
+            tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Outputs of the first step, and the converted inputs of the program."""
+        assert isinstance(self._program, ImageEncoderProgram)
+        reshaped = self._program.reshaped
+        key = tuple((name, array.shape, b"" if name in reshaped.values() else array.tobytes())
+                    for name, array in sorted(feeds.items()))
+        kept = self._kept.pop(key, None) if reshaped else None
+        if kept is None:
+            known = self._run_session(self._session, feeds)
+            inputs = with_equal_segments({name: known[name] for name in self._steps[1].inputs})
+            kept = _Kept({name: array.shape for name, array in known.items() if name in reshaped},
+                         {name: array for name, array in known.items() if name not in reshaped},
+                         {name: self._convert(name, array) for name, array in inputs.items()
+                          if name not in reshaped})
+        if reshaped:
+            self._kept[key] = kept
+            while len(self._kept) > 1 and sum(own.bytes for own in self._kept.values()) > _MOST:
+                self._kept.popitem(last=False)
+            known = {name: feeds[source].reshape(kept.shapes[name])
+                     for name, source in reshaped.items()}
+        else:
+            known = {}
+        return {**kept.known, **known}, {
+            **kept.inputs, **{name: self._convert(name, own) for name, own in known.items()}}
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What the host computes from an image's size.
+
+    Args:
+        shapes: of inputs of the program that are an array of the image, by name.
+        known: other outputs of the first step.
+        inputs: other inputs of the program, converted.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    known: Mapping[str, np.ndarray]
+    inputs: Mapping[str, np.ndarray]
+
+    @property
+    def bytes(self) -> int:
+        return sum(own.nbytes for part in (self.known, self.inputs) for own in part.values())
 
 
 def with_equal_segments(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -50,11 +50,12 @@ class MediaEncoders:
         for place, item in step.encode_media.items():
             rows = self._encode(item)
             deep = self._num_outputs - len(rows)  # audio has no rows of deep layers
-            self._rows[place] = np.pad(rows, ((0, deep), (0, 0), (0, 0)))
+            self._rows[place] = np.pad(rows, ((0, deep), (0, 0), (0, 0))) if deep else rows
         if not len(step.media_rows):
             return step
-        rows = np.concatenate([self._rows[place][:, first:first + count]
-                               for place, first, count in step.media_rows.tolist()], axis=1)
+        pieces = [self._rows[place][:, first:first + count]
+                  for place, first, count in step.media_rows.tolist()]
+        rows = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
         if len(step.embeds):
             given = np.zeros((len(rows), *step.embeds.shape), np.float32)
             given[0] = step.embeds

@@ -2,7 +2,7 @@
 
 Threads that share a group wait for each other after every op. all-MiniLM-L6-v2, texts of 16 to 256
 tokens in groups of 512, 2 busy cores: 24 texts/s by a group on each core, 14 by both cores on each
-group.
+group. Groups come in descending length, so that the cores end together.
 """
 
 from __future__ import annotations

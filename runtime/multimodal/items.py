@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,22 +27,37 @@ class MediaItem:
             this item alone.
         replacement: text in place of the item's placeholder.
         num_rows: rows of the encoder that the prompt takes; 0 with cross-attention.
+        pixels: what the arrays of an image were made from; None: not known.
     """
 
     modality: Modality
     arrays: Arrays
     replacement: str
     num_rows: int
+    pixels: NDArray[np.uint8] | None = None
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of what the encoder reads: equal for equal items, whatever file they were."""
+        """SHA-256 of what the encoder reads: equal for equal items, whatever file they were.
+
+        If the pixels are fewer bytes, they are hashed in place of the arrays' elements.
+        """
         digest = hashlib.sha256(self.modality.encode())
+        size = sum(own.nbytes for own in self.arrays.values())
+        of_pixels = self.pixels is not None and self.pixels.nbytes <= size
         for name in sorted(self.arrays):
-            array = np.ascontiguousarray(self.arrays[name])
+            array = self.arrays[name]
             digest.update(f"\0{name} {array.dtype.str} {array.shape}\0".encode())
-            digest.update(array.tobytes())
+            if not of_pixels:
+                digest.update(_bytes(array))
+        if self.pixels is not None and of_pixels:
+            digest.update(f"\0{self.pixels.shape}\0".encode())
+            digest.update(_bytes(self.pixels))
         return digest.hexdigest()
+
+
+def _bytes(array: NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -179,10 +180,12 @@ class Processor:
         items = []
         for index, image in enumerate(images):
             try:
-                arrays = inputs.processor.process(load_image(image), len(images))
+                pixels = load_image(image)
+                arrays = inputs.processor.process(pixels, len(images))
             except LlmcError as error:
                 raise LlmcError(f"image {index}: {error}") from error
-            items.append(_item("image", arrays, inputs.prompt, inputs.processor))
+            items.append(replace(_item("image", arrays, inputs.prompt, inputs.processor),
+                                 pixels=pixels))
         return items
 
     def process_audio(self, clips: Sequence[Clip]) -> list[MediaItem]:

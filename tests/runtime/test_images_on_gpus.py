@@ -14,6 +14,7 @@ from image_models import (
     prompts_of,
     write_model,
 )
+from PIL import Image
 from schedule_interpreter import (
     LIMITS,
     Interpreters,
@@ -22,13 +23,14 @@ from schedule_interpreter import (
 )
 
 import llmc
-from llmc.artifacts.manifest import read_manifest
+from llmc.artifacts.manifest import PROCESSOR, read_manifest
 from llmc.artifacts.program import read_image_program
 from llmc.compiler.check import diff as diff_module
 from llmc.compiler.check import media as check_media
-from llmc.runtime.engines import host
+from llmc.runtime.engines import host, image_encoder
 from llmc.runtime.engines.cuda import step_arrays
 from llmc.runtime.engines.cuda_image_encoder import declare_image_program, limits_of
+from llmc.runtime.multimodal.processor import read_processor
 
 COMMON = ("llava", 1)  # the others are thorough
 # Tokens of a step for bidirectional attention within an image or the whole prompt.
@@ -123,6 +125,28 @@ def test_the_engine_accepts_the_program_of_an_encoder(extension, by_axis):
         declared.add_node("Add", {}, [value, patches], [value])
     with pytest.raises(extension.CudaError, match="0 outputs"):
         declared.set_outputs([])
+
+
+def test_what_depends_on_an_image_s_size_is_computed_once(by_axis, monkeypatch):
+    _, case = by_axis
+    manifest = read_manifest(case)
+    assert manifest.image.reshaped == {"patches": "pixel_values"}
+    encoder = interpreted_image_encoder(manifest, case)
+    seen, real = [], encoder._run_session
+    monkeypatch.setattr(encoder, "_run_session",
+                        lambda *given: (seen.append(given), real(*given))[1])
+    rng = np.random.default_rng(0)
+    pictures = [Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8))
+                for size in ((64, 96), (64, 96), (96, 64), (64, 96))]
+    items = read_processor(case / PROCESSOR).process_images(pictures)
+    for item in items:
+        fresh = interpreted_image_encoder(manifest, case)
+        np.testing.assert_array_equal(encoder.encode(item), fresh.encode(item))
+    assert len(seen) == 2
+    monkeypatch.setattr(image_encoder, "_MOST", 0)
+    for item in items:
+        encoder.encode(item)
+    assert len(seen) == 2 + 2  # one size is kept
 
 
 def test_prompt_logprobs_are_of_tokens_and_not_of_rows(by_axis):

@@ -21,6 +21,7 @@ import llmc
 from llmc.compiler.check.retrieval import measure, read_search, retrieval
 from llmc.compiler.check.similarity import PAIRS, read_pairs, similarity
 from llmc.runtime.core.pooling import Input
+from llmc.runtime.engines import cpu
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +96,37 @@ def test_the_cores_share_a_step_of_several_texts(made, bert):
     if len(os.sched_getaffinity(0)) == 1:
         assert threads is None
         return
-    groups = []
-    run = threads.run
-    threads.run = lambda given: (groups.append(len(given)), run(given))[1]
-    assert_equal_rows(bert.embed(texts), made[1]["bert"], texts, "mean")
-    threads.run = run
-    assert max(groups) > 1
+    given = record_groups(threads, lambda: assert_equal_rows(
+        bert.embed(texts), made[1]["bert"], texts, "mean"))
+    assert max(map(len, given)) > 1
+    for groups in given:
+        longest = [np.diff(own["cu_seqlens"]).max() for own in groups]
+        assert longest == sorted(longest, reverse=True)
+        for most, own in zip(longest, groups, strict=True):
+            assert most * (len(own["cu_seqlens"]) - 1) <= cpu.MAX_GROUP
+    few = [[7] * 26 for _ in range(threads.cores)]
+    assert [*map(len, record_groups(threads, lambda: bert.embed(few)))] == [threads.cores]
+    assert not record_groups(threads, lambda: bert.embed(few[:1]))
+
+
+def test_weights_are_copied_only_where_memory_suffices(made, monkeypatch):
+    monkeypatch.setattr(cpu, "available_memory", lambda: 1000)
+    texts = random_texts(9, 66, seed=14)
+    with llmc.LLM(made[0] / "bert.case") as llm:
+        rank, = families.ranks(llm)
+        assert rank._pool_threads is None
+        assert_equal_rows(llm.embed(texts), made[1]["bert"], texts, "mean")
+
+
+def record_groups(threads, call):
+    """Groups of each step that the threads share during a call."""
+    given, run = [], threads.run
+    threads.run = lambda groups: (given.append(groups), run(groups))[1]
+    try:
+        call()
+    finally:
+        threads.run = run
+    return given
 
 
 def test_a_text_alone_is_computed_in_the_caller_s_thread(made, bert):

@@ -190,7 +190,7 @@ class ImageProcessor(BaseModel):
         result = np.empty(image.shape, np.float32)
         for channel in range(3):
             np.take(self._levels[channel], image[..., channel, :, :],
-                    out=result[..., channel, :, :])
+                    out=result[..., channel, :, :], mode="clip")  # without a buffer
         return result
 
 
