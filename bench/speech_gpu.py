@@ -147,7 +147,8 @@ def measure(side: Side, window: int, runs: int) -> None:
             def run(given: Any, count: int = count,
                     transcribe: Callable[[Any, int], Tokens] = transcribe) -> None:
                 lengths = {len(own) for own in transcribe(given, count)}
-                assert lengths == {count}, f"{lengths} tokens in place of {count}"
+                # A transcription leaves out special tokens, which random weights give, too.
+                assert max(lengths) == count, f"{lengths} tokens in place of {count}"
 
             taken[count] = seconds_of(run, prepared, runs)
             print(f"| {kind} | {count} | {taken[count]:.3f} | "
@@ -307,7 +308,7 @@ def main() -> None:
         measure(side, window, arguments.runs)
         first = side.transcribe(waveforms_of(0, window), 1)
     bench_model.compare_tokens(hf, arguments.side, {
-        f"{index}": token for index, (token,) in enumerate(first)})
+        f"{index}": own[0] for index, own in enumerate(first) if own})
 
 
 if __name__ == "__main__":

@@ -510,16 +510,19 @@ def lower_image(lowered: Lowered, raw: RawModel) -> Lowered:
         return lowered
     graph, reports = raw.image.graph, list(lowered.reports)
     settings = replace(lowered.settings, image_samples=raw.image.samples)
-    reports += fuse_image(graph, settings)
     device = rows = None
     if settings.target.runs_program:
+        fused = graph.copy()
         try:
-            parts, more = lower_image_device(graph.copy(), settings)
+            found = fuse_image(fused, settings)
+            parts, more = lower_image_device(fused, settings)
             graph, device, rows = parts.host, parts.device, parts.rows
-            reports += more
+            reports += [*found, *more]
         except LlmcError as error:  # the host runs all of it
             reports.append(Report("image.device", divide_image, "image"))
             reports[-1].refuse(graph.nodes[-1], NoMatch(str(error).split(";")[0]))
+    if device is None:
+        reports += fuse_image(graph, _of_host(settings))
     if device is None and settings.options.encoder_scheme is not None:
         reports.append(_run_encoder_pass(GraphPass("quantize", quantize_encoder), graph,
                                          _of_host(settings), "image"))

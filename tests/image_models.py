@@ -29,7 +29,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # With bidirectional attention within an image or the whole prompt.
     "gemma3": ("gemma3", {"image_size": 224, "patch_size": 14}),
     "gemma4": ("gemma4", {"patch_size": 16, "position_embedding_size": 64}),
-    "gemma4_large": ("gemma4", {"patch_size": 16, "position_embedding_size": 64}),
+    # Activations are clipped to bounds of the checkpoint, and rows standardized.
+    "gemma4_large": ("gemma4", {"patch_size": 16, "position_embedding_size": 64,
+                                "use_clipped_linears": True, "standardize": True}),
     "paligemma": ("paligemma", {"image_size": 56, "patch_size": 14}),
     "paligemma2": ("paligemma", {"image_size": 56, "patch_size": 14}),
     "mistral3": ("pixtral", {"image_size": 400, "patch_size": 14}),
@@ -90,6 +92,11 @@ def write_model(name: str, directory: Path, **text: Any) -> torch.nn.Module:
         sizes["vocab_size_per_layer_input"] = tokenizer.get_vocab_size()
     model = tiny_model(name, row, {**sizes, **text},
                        whole, **vision)
+    for own, buffer in model.named_buffers():
+        if own.endswith(("put_min", "put_max", "std_bias")):
+            buffer.fill_(-0.7 if own.endswith("min") else 0.6)
+        elif own.endswith("std_scale"):
+            buffer.fill_(1.3)
     model.save_pretrained(directory)
     config = json.loads((directory / "config.json").read_text())
     assert config.get("image_token_id", config.get("image_token_index")) == row, known

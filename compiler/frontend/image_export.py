@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from llmc.artifacts.manifest import AttendedRows, PositionGrid
@@ -49,7 +50,9 @@ def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
                          () if attended else [item.num_rows for item in samples])
     graph = encoder_graph(traced.proto, config, IMAGE, tensors, origin, names)
     name_sizes(graph, "image")
-    inputs = tuple(ImageSample.of(arrays, graph.inputs) for arrays in traced.inputs)
+    inputs = tuple(replace(ImageSample.of(arrays, graph.inputs),
+                           num_rows=None if attended else item.num_rows)
+                   for arrays, item in zip(traced.inputs, samples, strict=True))
     return RawImageEncoder(graph, traced.computed, grid, masks.kind, masks.token_id,
                            traced.padded, inputs,
                            _attended(samples, traced) if attended else None)

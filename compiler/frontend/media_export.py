@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmc.compiler.frontend.bind import Checkpoint, attach_weights
 from llmc.compiler.frontend.exporter import export_onnx
-from llmc.compiler.frontend.parts import Part, build
+from llmc.compiler.frontend.parts import ROOT, Part, build
 from llmc.compiler.frontend.trace import to_graph, to_proto
 from llmc.compiler.graph.weights import Weight
 from llmc.compiler.options import LANGUAGE_MODEL_ONLY
@@ -108,9 +108,22 @@ def encoder_graph(proto: onnx.ModelProto, config: Any, part: Part, tensors: Mapp
     with torch.device("meta"):
         model = build(copy.deepcopy(config), part, False)
     checkpoint = Checkpoint(model, tensors)
-    graph = to_graph(proto, checkpoint.spelled & model.state_dict().keys())
+    graph = to_graph(_with_numbers(proto, checkpoint),
+                     checkpoint.spelled & model.state_dict().keys())
     attach_weights(graph, model, checkpoint, origin, names)
     return graph
+
+
+def _with_numbers(proto: onnx.ModelProto, checkpoint: Checkpoint) -> onnx.ModelProto:
+    """The graph with a checkpoint's values of buffers that are one number, such as bounds."""
+    result = copy.deepcopy(proto)
+    for tensor in result.graph.initializer:
+        if not tensor.dims and tensor.data_type == onnx.TensorProto.FLOAT:
+            number = checkpoint.get(tensor.name.removeprefix(ROOT))
+            if number is not None and number.shape == ():
+                tensor.CopyFrom(onnx.numpy_helper.from_array(
+                    number.load().astype(np.float32), tensor.name))
+    return result
 
 
 def name_sizes(graph: gs.Graph, modality: str) -> None:

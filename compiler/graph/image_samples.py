@@ -24,10 +24,12 @@ class ImageSample:
     Args:
         arrays: by name. Values of pixels are arbitrary.
         sizes: of the dynamic axes, by their names in the graph.
+        num_rows: of the prompt, the first that the encoder gives; None: all that it gives.
     """
 
     arrays: Mapping[str, np.ndarray]
     sizes: Mapping[str, int]
+    num_rows: int | None = None
 
     @staticmethod
     def of(arrays: Mapping[str, np.ndarray], inputs: Sequence[gs.Tensor]) -> ImageSample:

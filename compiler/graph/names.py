@@ -7,3 +7,6 @@ AFTER_IMAGE = "after_image"  # factor of each token, where layers attend to imag
 POSITION_IDS = ("position_ids", "position_ids_1", "position_ids_2")
 SCALED = ".scaled"  # suffix of a tensor that calibration divides by channel scales
 PIXEL_VALUES = "pixel_values"  # of images, as processors name them
+# Outputs of an image encoder while passes run, bool [num_patches]: patches of padding, whose rows
+# are arbitrary.
+PADDING_ROWS = "padding_rows."  # a number follows

@@ -362,6 +362,22 @@ def closed_regions(graph: gs.Graph, source: gs.Tensor, seeds: Sequence[gs.Node],
             queue.extend(user for user in tensor.outputs if id(user) not in inside)
 
 
+def evaluated(tensor: gs.Tensor, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Compute a tensor of a graph from the graph's inputs.
+
+    Args:
+        feeds: inputs by name.
+
+    Raises:
+        CannotEvaluate: an input is not given, or ONNX Runtime cannot run the nodes above it.
+    """
+    piece = cone(tensor, set(), frozenset(), reads_shapes=True)
+    assert isinstance(piece, Piece)  # nothing above it is data
+    weights = {own.name: own._values.load() for own in piece.inputs
+               if isinstance(own, gs.Constant)}
+    return piece.run({**feeds, **weights})
+
+
 def scalars(piece: Piece) -> set[float]:
     """Values of the one-element constants that the subgraph's nodes read."""
     return {value for node in piece.nodes for tensor in node.inputs

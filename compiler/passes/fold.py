@@ -110,6 +110,10 @@ def _is_noop(node: gs.Node, settings: Settings) -> gs.Node | None:
         number = constant(node.inputs[1])
         is_zero = number is not None and number.ndim == 0 and number == 0
         return node if is_zero or _is_empty_product(node.inputs[1]) else None
+    if node.op in ("Max", "Min") and len(node.inputs) == 2:
+        number = constant(node.inputs[1])
+        bound = -np.inf if node.op == "Max" else np.inf
+        return node if number is not None and number.ndim == 0 and number == bound else None
     if node.op == "Transpose":
         perm = list(node.attrs.get("perm", ()))
         return node if perm and perm == sorted(perm) else None
@@ -141,8 +145,8 @@ def _is_empty_product(tensor: gs.Tensor) -> bool:
     return node.op in ("Mul", "Reshape") and any(map(_is_empty_product, node.inputs))
 
 
-DROP = Rule("no-op", frozenset({"Add", "Cast", "Concat", "Dropout", "Identity", "Slice",
-                                "Transpose"}), _is_noop,
+DROP = Rule("no-op", frozenset({"Add", "Cast", "Concat", "Dropout", "Identity", "Max", "Min",
+                                "Slice", "Transpose"}), _is_noop,
             lambda graph, node, settings: forward(node, graph))
 
 

@@ -17,13 +17,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
+from typing import Literal
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.image_samples import ImageSample
 from llmc.compiler.graph.names import PIXEL_VALUES
-from llmc.compiler.graph.probe import ROTARY, Piece, close, data_tensors
+from llmc.compiler.graph.probe import ELEMENTWISE, ROTARY, Piece, close, data_tensors
 from llmc.compiler.graph.rewrite import (
     NoMatch,
     Report,
@@ -37,6 +38,7 @@ from llmc.compiler.graph.rewrite import (
     producer,
     replace,
     row_weights,
+    scalar,
     values_of,
 )
 from llmc.compiler.graph.weights import Weight
@@ -52,6 +54,10 @@ _TOLERANCE = 1e-5
 # Of a value: number of the node, and of its output; -1 is the first input, -2 the second.
 _Place = tuple[int, int]
 _Kind = tuple[int, int]  # of a table: its width, and the distance of successive pairs
+# Which elements of a head are pairs: i and i + dim / 2; neighbors; or those of the first type in
+# each half of the head, which is of one axis. Heads of the last are put in the order of the first.
+_Layout = Literal["halves", "neighbors", "axes"]
+_LAYOUTS: tuple[_Layout, ...] = ("halves", "neighbors", "axes")
 
 
 @dataclass(frozen=True)
@@ -62,14 +68,14 @@ class _Tables:
         cos, sin: the tensors.
         width: columns of each.
         step: distance of the columns of successive pairs.
-        interleaved: whether pairs are neighboring elements of a head.
+        layout: of the pairs in a head.
     """
 
     cos: gs.Tensor
     sin: gs.Tensor
     width: int
     step: int
-    interleaved: bool
+    layout: _Layout
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,7 @@ class _Found:
     """The result for a subgraph: columns, and where its nodes compute cosines and sines."""
 
     columns: np.ndarray
-    tables: tuple[_Place, _Place, int, int, bool] | None
+    tables: tuple[_Place, _Place, int, int, _Layout] | None
 
 
 @dataclass(frozen=True)
@@ -180,10 +186,10 @@ def _source(tensor: gs.Tensor, dim: int, settings: Settings, data: set[int], kno
         return own
     if own.tables is None:
         return _Source(rows[0], own.columns, norm=norm)
-    cos, sin, width, step, interleaved = own.tables
+    cos, sin, width, step, layout = own.tables
     return _Source(rows[0], own.columns, _Tables(
         known.shared(_tensor(piece, cos)), known.shared(_tensor(piece, sin)), width, step,
-        interleaved), norm)
+        layout), norm)
 
 
 def _is_head_norm(node: gs.Node, dim: int) -> bool:
@@ -230,8 +236,11 @@ def _probe(nodes: Piece, rows: gs.Tensor, dim: int, norm: gs.Node | None, settin
     if all(close(result, own, _TOLERANCE) if norm else np.array_equal(result, own)
            for result, own in zip(results, given, strict=True)):
         return _Found(columns, None)
-    for interleaved in (False, True):
-        tables = _tables(piece, rows, columns, dim, interleaved, samples, data)
+    for layout in _LAYOUTS:
+        order = _order(layout, dim)
+        if order is None:
+            continue
+        tables = _tables(piece, rows, columns, dim, layout, samples, data)
         if tables is None:
             continue
         own_width, step = tables[2:]
@@ -240,11 +249,26 @@ def _probe(nodes: Piece, rows: gs.Tensor, dim: int, norm: gs.Node | None, settin
             cos, sin = (_columns(table, own_width, step, dim)
                         for table in _run_nodes(piece, rows, sample, tables[:2], x))
             count = len(x) // len(cos)
-            made.append(_rotated(own, dim, np.tile(cos, (count, 1)), np.tile(sin, (count, 1)),
-                                 interleaved))
-        if all(close(own, result, _TOLERANCE) for own, result in zip(made, results, strict=True)):
-            return _Found(columns, (*tables, interleaved))
+            made.append(_rotated(_by_heads(own, order), dim, np.tile(cos, (count, 1)),
+                                 np.tile(sin, (count, 1)), layout))
+        if all(close(own, _by_heads(result, order), _TOLERANCE)
+               for own, result in zip(made, results, strict=True)):
+            return _Found(_by_heads(columns[None], order)[0], (*tables, layout))
     return NoMatch("the nodes before attention are no rotary embedding", piece.output)
+
+
+def _order(layout: _Layout, dim: int) -> np.ndarray | None:
+    """The elements of a head in the order that attention rotates; None: it has no such pairs."""
+    if layout != "axes":
+        return np.arange(dim)
+    if dim % 4:
+        return None
+    return np.arange(dim).reshape(2, 2, dim // 4).swapaxes(0, 1).reshape(-1)
+
+
+def _by_heads(x: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Rows with the elements of each head in an order."""
+    return np.asarray(x.reshape(len(x), -1, len(order))[:, :, order].reshape(x.shape))
 
 
 def _unrotated(result: np.ndarray, shape: tuple[int, ...], dim: int) -> np.ndarray | None:
@@ -269,7 +293,7 @@ def _normed(x: np.ndarray, gain: np.ndarray, norm: gs.Node) -> np.ndarray:
     return np.asarray(normed.reshape(x.shape), np.float32)
 
 
-def _tables(piece: Piece, rows: gs.Tensor, columns: np.ndarray, dim: int, interleaved: bool,
+def _tables(piece: Piece, rows: gs.Tensor, columns: np.ndarray, dim: int, layout: _Layout,
             samples: Sequence[tuple[ImageSample, tuple[int, ...]]], data: set[int]) -> \
         tuple[_Place, _Place, int, int] | None:
     """Find tensors with the cosines and sines of an image's patches.
@@ -284,8 +308,10 @@ def _tables(piece: Piece, rows: gs.Tensor, columns: np.ndarray, dim: int, interl
                         if isinstance(own, gs.Constant) and not isinstance(own._values, Weight)),
                       *enumerate(node.outputs))
                   if id(tensor) not in data and not tensor.is_empty()]
-    firsts = _firsts(dim, interleaved)
-    seconds = firsts + (1 if interleaved else dim // 2)
+    firsts, seconds = _pairs(dim, layout)
+    order = _order(layout, dim)
+    assert order is not None
+    firsts, seconds = order[firsts], order[seconds]  # in the order of the nodes
     # By table: places of values that are right for all samples.
     places: list[dict[_Kind, list[_Place]]] = [{}, {}]
     for index, (sample, shape) in enumerate(samples):
@@ -313,7 +339,7 @@ def _places(candidates: Sequence[_Place], values: Sequence[np.ndarray], table: n
     found: dict[_Kind, list[_Place]] = {}
     rows = len(table)
     for place, value in zip(candidates, values, strict=True):
-        if value.dtype != np.float32 or value.ndim < 2 or (place[1] >= 0 and len(value) != rows):
+        if value.dtype != np.float32 or value.ndim < 2:
             continue
         for width, steps in ((dim, (1, 2)), (dim // 2, (1,))):
             count = value.size // width  # rows of a tile
@@ -327,9 +353,12 @@ def _places(candidates: Sequence[_Place], values: Sequence[np.ndarray], table: n
     return found
 
 
-def _firsts(dim: int, interleaved: bool) -> np.ndarray:
-    """The first element of each pair of a head."""
-    return np.arange(dim // 2) * (2 if interleaved else 1)
+def _pairs(dim: int, layout: _Layout) -> tuple[np.ndarray, np.ndarray]:
+    """The first and the second element of each pair of a head, in the order of attention."""
+    numbers = np.arange(dim // 2)
+    if layout == "neighbors":
+        return 2 * numbers, 2 * numbers + 1
+    return numbers, numbers + dim // 2
 
 
 def _columns(table: np.ndarray, width: int, step: int, dim: int) -> np.ndarray:
@@ -337,11 +366,10 @@ def _columns(table: np.ndarray, width: int, step: int, dim: int) -> np.ndarray:
     return np.asarray(table.reshape(-1, width)[:, ::step][:, :dim // 2])
 
 
-def _rotated(x: np.ndarray, dim: int, cos: np.ndarray, sin: np.ndarray, interleaved: bool) -> \
+def _rotated(x: np.ndarray, dim: int, cos: np.ndarray, sin: np.ndarray, layout: _Layout) -> \
         np.ndarray:
     """Rows of heads rotated by tables [rows, dim / 2]."""
-    heads, firsts = x.reshape(len(x), -1, dim), _firsts(dim, interleaved)
-    seconds = firsts + (1 if interleaved else dim // 2)
+    heads, (firsts, seconds) = x.reshape(len(x), -1, dim), _pairs(dim, layout)
     result = np.empty_like(heads)
     cos, sin = cos[:, None], sin[:, None]
     result[..., firsts] = heads[..., firsts] * cos - heads[..., seconds] * sin
@@ -368,17 +396,27 @@ def _rewrite(graph: gs.Graph, match: _Match, tables: dict[tuple[int, int, int], 
     used = match.sources["query"].tables
     if used is not None:
         dim = int(attrs["head_dim"])
-        attrs |= {"rotary_dim": dim, "interleaved": int(used.interleaved), "rotary_by_row": 1}
+        attrs |= {"rotary_dim": dim, "interleaved": int(used.layout == "neighbors"),
+                  "rotary_by_row": 1}
         inputs |= {name: _table(graph, tensor, used, dim, inputs, tables)
                    for name, tensor in (("cos", used.cos), ("sin", used.sin))}
     query, key, value = (match.sources[name].norm for name in ("query", "key", "value"))
     if query is not None and key is not None:
         attrs["norm_epsilon"] = float(fields_of(query)["epsilon"])
-        inputs |= {"q_norm": operands(query)["weight"], "k_norm": operands(key)["weight"]}
+        order = None if used is None else _order(used.layout, int(attrs["head_dim"]))
+        inputs |= {name: _ordered(operands(norm)["weight"], order)
+                   for name, norm in (("q_norm", query), ("k_norm", key))}
     if value is not None:
         inputs["value"] = _normed_values(graph, inputs["value"], value, f"{output.name}.normed")
     node.outputs.clear()
     replace(graph, ATTENTION, inputs, [output], attrs)
+
+
+def _ordered(weight: gs.Tensor, order: np.ndarray | None) -> gs.Tensor:
+    """Elements of a weight in an order."""
+    if order is None or np.array_equal(order, np.arange(len(order))):
+        return weight
+    return gs.Constant(f"{weight.name}/axes", values_of(weight).take_rows(order))
 
 
 def _normed_values(graph: gs.Graph, rows: gs.Tensor, norm: gs.Node, name: str) -> gs.Tensor:
@@ -407,7 +445,7 @@ def _table(graph: gs.Graph, tensor: gs.Tensor, used: _Tables, dim: int,
         tables[key] = _repeated(graph, _columns(tensor.values, used.width, used.step, dim),
                                 inputs, f"{tensor.name}.table")
         return tables[key]
-    name, count = f"{tensor.name}.table", tensor.shape[0] if tensor.shape else None
+    name, count = f"{tensor.name}.table", inputs["query"].shape[0]
     rows = gs.Variable(f"{name}.rows" if used.width > dim // 2 else name, np.float32,
                        [count, used.width])
     graph.nodes.append(gs.Node(
@@ -450,7 +488,14 @@ def _projected(graph: gs.Graph, source: _Source, name: str) -> gs.Tensor:
     if np.array_equal(columns, np.arange(rows.shape[1])):
         return rows
     result = gs.Variable(name, np.float32, [rows.shape[0], len(columns)])
-    gemm = producer(rows)
+    node = producer(rows)
+    if node is not None and node.op in ELEMENTWISE and all(
+            scalar(tensor) is not None for tensor in node.inputs[1:]):  # such as bounds
+        own = _projected(graph, _Source(node.inputs[0], columns), f"{name}.{node.op}")
+        graph.nodes.append(gs.Node(op=node.op, name=name, attrs=node.attrs, outputs=[result],
+                                   inputs=[own, *node.inputs[1:]]))
+        return result
+    gemm = node
     op, weights = op_of(gemm), row_weights(gemm)
     if gemm is None or op is None or not weights:
         graph.nodes.append(gs.Node(

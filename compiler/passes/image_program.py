@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -24,8 +25,15 @@ import onnx_graphsurgeon as gs
 from llmc import plugins
 from llmc.artifacts.program import MOST_JOINED
 from llmc.compiler.graph.image_samples import ImageSample
-from llmc.compiler.graph.names import PIXEL_VALUES
-from llmc.compiler.graph.probe import ELEMENTWISE, LAYOUT, Piece, cone, data_tensors, dependents
+from llmc.compiler.graph.names import PADDING_ROWS, PIXEL_VALUES
+from llmc.compiler.graph.probe import (
+    ELEMENTWISE,
+    LAYOUT,
+    Piece,
+    data_tensors,
+    dependents,
+    evaluated,
+)
 from llmc.compiler.graph.rewrite import (
     NoMatch,
     constant,
@@ -72,10 +80,38 @@ def divide_image(graph: gs.Graph, samples: Sequence[ImageSample]) -> ImageParts:
     """Divide a fused graph. Consumes it.
 
     Raises:
-        LlmcError: what lies between row-wise ops is not a selection of rows.
+        LlmcError: what lies between row-wise ops is not a selection of rows, or rows of the prompt
+            depend on those of padding.
     """
+    padding = [tensor for tensor in graph.outputs if tensor.name.startswith(PADDING_ROWS)]
+    hidden = [[evaluated(tensor, sample.arrays) for tensor in padding] for sample in samples]
+    graph.outputs = [tensor for tensor in graph.outputs
+                     if not any(tensor is own for own in padding)]
     _merge_equal(graph, data_tensors(graph))
-    return _Division(graph, samples).divide()
+    parts = _Division(graph, samples).divide()
+    for masks, sample in zip(hidden, samples, strict=True):
+        if masks and np.logical_or.reduce(masks)[_read_rows(parts, sample, len(masks[0]))].any():
+            raise LlmcError("rows of the prompt depend on patches of padding of the image encoder; "
+                            "compile for --target cpu")
+    return parts
+
+
+def _read_rows(parts: ImageParts, sample: ImageSample, count: int) -> np.ndarray:
+    """The patches, of `count`, that rows of the prompt depend on; bool [count]."""
+    given = {tensor.name: evaluated(tensor, sample.arrays) for tensor in parts.host.outputs
+             if tensor.name.partition(".")[0] in (MERGED_ROWS, "cu_seqlens")}
+    merged = [rows for name, rows in given.items() if name.startswith(MERGED_ROWS)]
+    read = np.full(count, not merged or parts.rows is not None)
+    for rows in merged:
+        read[rows[:sample.num_rows]] = True
+    for _ in range(count):
+        before = read.copy()
+        for starts in (own for name, own in given.items() if name.startswith("cu_seqlens")):
+            for start, end in pairwise(starts):
+                read[start:end] |= read[start:end].any()
+        if np.array_equal(read, before):
+            break
+    return read
 
 
 @dataclass(frozen=True)
@@ -400,13 +436,7 @@ class _Division:
         """A tensor like one of the host, whose dtype and axes are determined for an image."""
         if tensor.dtype is not None and tensor.shape is not None:
             return gs.Variable(name, tensor.dtype, tensor.shape)
-        piece = cone(tensor, set(), frozenset(), reads_shapes=True)
-        if isinstance(piece, NoMatch):
-            raise LlmcError(f"{describe(tensor)} of the image encoder has no known axes ({piece}); "
-                            f"compile for --target cpu")
-        weights = {own.name: values_of(own).load() for own in piece.inputs
-                   if isinstance(own, gs.Constant)}
-        values = piece.run({**self._samples[0].arrays, **weights})
+        values = evaluated(tensor, self._samples[0].arrays)
         return gs.Variable(name, values.dtype, [f"{name}.{axis}" for axis in range(values.ndim)])
 
     def _tokens(self) -> gs.Tensor:
@@ -527,7 +557,7 @@ def _probe(piece: Piece, source: gs.Tensor, sample: ImageSample) -> _Probed | No
 def _number_rows(graph: gs.Graph) -> None:
     """Set the number of rows of all tensors."""
     for node in graph.nodes:
-        rows: Iterable[str] = [_ROWS] if node.op == "Gather" else [
+        rows: Iterable[str] = [_ROWS] if node.op == "Gather" and node.attrs["axis"] == 0 else [
             tensor.shape[0] for tensor in node.inputs
             if isinstance(tensor, gs.Variable) and not tensor.is_empty()
             and len(tensor.shape or ()) == 2]

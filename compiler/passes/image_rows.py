@@ -29,6 +29,7 @@ from llmc.compiler.graph.rewrite import (
     attends,
     is_llmc,
     producer,
+    scalar,
     tidy,
 )
 from llmc.compiler.graph.verify import verify
@@ -56,9 +57,12 @@ class _Rows:
         self._data = data_tensors(graph)
         self._rows: dict[int, gs.Variable] = {}  # by the tensor with its axes
         self._restored: set[int] = set()  # tensors that are views of rows
+        self._moved: set[int] = set()  # tensors with elements of llmc ops in another layout
 
     def run(self) -> None:
         for node in list(self._graph.nodes):
+            if is_llmc(node) or (node.op in LAYOUT and id(node.inputs[0]) in self._moved):
+                self._moved.update(map(id, node.outputs))
             row_wise = not attends(node) if is_llmc(node) else self._splits_columns(node) or (
                 node.op in ELEMENTWISE and self._is_row_wise(node))
             if row_wise:
@@ -67,12 +71,15 @@ class _Rows:
     def _is_row_wise(self, node: gs.Node) -> bool:
         """Whether an elementwise op combines views of rows, and constants of one row.
 
-        Sets the shape of its result if that is unknown.
+        An op with numbers may read any layout of them, as bounds of attention's result. Sets the
+        shape of its result if that is unknown.
         """
         output = node.outputs[0]
         given = [tensor for tensor in node.inputs if not isinstance(tensor, gs.Constant)]
         rows = [tensor for tensor in node.inputs if isinstance(tensor, gs.Constant)]
-        if not any(id(tensor) in self._restored for tensor in given):
+        numbers = len(given) == 1 and id(given[0]) in self._moved and len(rows) > 0 and all(
+            scalar(row) is not None for row in rows) and len(given[0].shape or ()) == 3
+        if not numbers and not any(id(tensor) in self._restored for tensor in given):
             return False
         shape = list(given[0].shape or ())
         if not shape or any(id(tensor) not in self._data or list(tensor.shape or ()) != shape

@@ -6,18 +6,22 @@ Result:  Transpose, Reshape to rows [tiles · patches, heads · head_dim] → Bi
          (query, key, value, cu_seqlens) → Reshape, Transpose
 
 The nodes between the products are run for images of several sizes. Every patch has to attend to all
-patches of its tile, and the mask may not depend on values of inputs: the processor gives no mask.
+patches of its tile. If the processor gives a mask, the last patches of a tile may be padding, to
+which none attends. For targets with programs, padding is a segment after that of its tile then, and
+its rows are arbitrary: an output of the graph, `PADDING_ROWS`, tells which. The program is refused
+if rows of the prompt depend on these.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
 from llmc.compiler.graph.image_samples import ImageSample, product
-from llmc.compiler.graph.names import PIXEL_VALUES
+from llmc.compiler.graph.names import PADDING_ROWS, PIXEL_VALUES
 from llmc.compiler.graph.probe import (
     ELEMENTWISE,
     Piece,
@@ -25,6 +29,7 @@ from llmc.compiler.graph.probe import (
     cone,
     data_tensors,
     dependents,
+    evaluated,
     magnitudes,
 )
 from llmc.compiler.graph.rewrite import (
@@ -50,6 +55,7 @@ class _Match:
 
     Args:
         mask: not of pixels, [tiles, 1, …, patches].
+        padding: values of the mask, bool, for patches of padding; None: none is.
     """
 
     query: gs.Tensor
@@ -58,11 +64,26 @@ class _Match:
     product: gs.Node
     mask: gs.Tensor
     scale: float
+    padding: bool | None = None
+
+
+@dataclass(frozen=True)
+class _Padded:
+    """What a softmax with a mask of padding computes.
+
+    Args:
+        mask: number of the mask.
+        padding: its values for patches of padding.
+    """
+
+    scale: float
+    mask: int
+    padding: bool
 
 
 def image_softmax(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Run the pass."""
-    data, known = data_tensors(graph), dict[object, float | None]()
+    data, known = data_tensors(graph), dict[object, float | _Padded | None]()
     given = dependents(graph, map(id, graph.inputs))
     apply_rules(graph, [Rule("image-softmax", frozenset({"Softmax"}),
                              lambda node, settings: _check(graph, node, settings, data, given,
@@ -71,7 +92,7 @@ def image_softmax(graph: gs.Graph, settings: Settings, report: Report) -> None:
 
 
 def _check(graph: gs.Graph, node: gs.Node, settings: Settings, data: set[int], given: set[int],
-           known: dict[object, float | None]) -> _Match | NoMatch:
+           known: dict[object, float | _Padded | None]) -> _Match | NoMatch:
     weights = node.outputs[0]
     users = consumers(graph, weights)
     last = users[0] if len(users) == 1 else None
@@ -98,7 +119,15 @@ def _check(graph: gs.Graph, node: gs.Node, settings: Settings, data: set[int], g
                        f"[tiles, heads, patches, head_dim]", node)
     masks = _masks(piece, data)
     if any(id(mask) in given for mask in masks):
-        return NoMatch("its mask depends on values of the processor", node)
+        if not settings.target.runs_program:
+            return NoMatch("its mask depends on values of the processor", node)
+        place = "padded", piece.key, *(sample.shape(query) for sample in settings.image_samples)
+        if place not in known:
+            known[place] = _padded(piece, sources[0], query, masks, settings.image_samples)
+        padded = known[place]
+        if not isinstance(padded, _Padded):
+            return NoMatch("its mask does not hide the last patches of each tile alone", node)
+        return _Match(query, key, value, last, masks[padded.mask], padded.scale, padded.padding)
     mask = next((mask for mask in masks if all(
         _is_mask_of(sample.shape(mask), sample.shape(query))
         for sample in settings.image_samples)), None)
@@ -108,7 +137,7 @@ def _check(graph: gs.Graph, node: gs.Node, settings: Settings, data: set[int], g
     if place not in known:
         known[place] = _scale(piece, sources[0], query, settings.image_samples)
     scale = known[place]
-    if scale is None:
+    if not isinstance(scale, float):
         return NoMatch("patches do not attend to all patches of their tile", node)
     return _Match(query, key, value, last, mask, scale)
 
@@ -144,6 +173,53 @@ def _scale(piece: Piece, scores: gs.Tensor, query: gs.Tensor,
     return scales[0]
 
 
+def _padded(piece: Piece, scores: gs.Tensor, query: gs.Tensor, masks: Sequence[gs.Tensor],
+            samples: tuple[ImageSample, ...]) -> _Padded | None:
+    """Determine the mask of a softmax of scaled scores; None if it is not one of padding."""
+    scales = [1.0, *(value for value in magnitudes(piece) if value < _LARGEST_SCALE)]
+    for index, mask in enumerate(masks):
+        try:
+            values = [evaluated(mask, sample.arrays) for sample in samples]
+        except CannotEvaluate:
+            continue
+        for padding in (True, False):
+            if all(_hides_last(own, own == padding, sample.shape(query))
+                   for own, sample in zip(values, samples, strict=True)):
+                scale = _masked_scale(piece, scores, query, scales, [
+                    (sample, own != padding) for sample, own in zip(samples, values, strict=True)])
+                if scale is not None:
+                    return _Padded(scale, index, padding)
+    return None
+
+
+def _hides_last(mask: np.ndarray, hidden: np.ndarray, query: tuple[int, ...] | None) -> bool:
+    """Whether a mask hides the same last patches of a tile from all patches, but not all."""
+    if query is None or mask.dtype != np.bool_ or mask.ndim != 4 or mask.shape[2] == 0 \
+            or (*mask.shape[:2], mask.shape[3]) != (query[0], 1, query[2]):
+        return False
+    counts = (~hidden[:, :, :1]).sum(-1, keepdims=True)
+    return bool((counts > 0).all()) and np.array_equal(
+        hidden, np.broadcast_to(np.arange(query[2]) >= counts, hidden.shape))
+
+
+def _masked_scale(piece: Piece, scores: gs.Tensor, query: gs.Tensor, scales: Sequence[float],
+                  seen: Sequence[tuple[ImageSample, np.ndarray]]) -> float | None:
+    """Determine the scale of a softmax of scaled scores of visible patches; None: it is not that.
+    """
+    rng = np.random.default_rng(0)
+    left = [*scales]
+    for sample, visible in seen:
+        tiles, _, patches, _ = sample.shape(query) or (0,) * 4
+        x = rng.standard_normal((tiles, 1, patches, patches)).astype(np.float32)
+        try:
+            actual = piece.run({**sample.arrays, scores.name: x})
+        except CannotEvaluate:
+            return None
+        left = [scale for scale in left if close(actual, _softmax(np.where(
+            visible, scale * x, -np.inf)))]
+    return left[0] if left and seen else None
+
+
 def _softmax(x: np.ndarray) -> np.ndarray:
     powers = np.exp(x - x.max(-1, keepdims=True))
     return np.asarray(powers / powers.sum(-1, keepdims=True))
@@ -159,7 +235,8 @@ def _rewrite(graph: gs.Graph, match: _Match, settings: Settings) -> None:
     attended = gs.Variable(f"{name}.attended", result.dtype, rows[0].shape)
     replace(graph, ATTENTION, {
         "query": rows[0], "key": rows[1], "value": rows[2],
-        "cu_seqlens": _starts(graph, match.mask, f"{name}.cu_seqlens")}, [attended],
+        "cu_seqlens": _starts(graph, match.mask, f"{name}.cu_seqlens") if match.padding is None
+        else _padded_starts(graph, match.mask, match.padding, f"{name}.cu_seqlens")}, [attended],
         {"num_heads": heads, "num_kv_heads": heads, "head_dim": dim, "scale": match.scale})
     sizes = [tiles, patches, heads, dim]
     by_tile = reshaped(graph, attended, f"{name}.by_tile",
@@ -177,22 +254,62 @@ def _as_rows(graph: gs.Graph, tensor: gs.Tensor, name: str) -> gs.Variable:
                     [product([tiles, patches]), heads * dim])
 
 
-def _starts(graph: gs.Graph, mask: gs.Tensor, name: str) -> gs.Variable:
-    """The first row of each tile and the number of rows, int32 [tiles + 1]."""
-    def computed(op: str, what: str, inputs: list[gs.Tensor], **attrs: int) -> gs.Variable:
+def _nodes(graph: gs.Graph, name: str) -> Callable[..., gs.Variable]:
+    """A function that adds a node: op, name of the result ("": `name`), inputs and attributes."""
+    def computed(op: str, what: str, inputs: Sequence[gs.Tensor | np.ndarray | int],
+                 **attrs: int) -> gs.Variable:
         made = gs.Variable(f"{name}.{what}" if what else name)
-        graph.nodes.append(gs.Node(op=op, name=made.name, attrs=attrs, inputs=inputs,
+        given = [own if isinstance(own, gs.Tensor) else
+                 gs.Constant(f"{made.name}.{index}", np.array(own)) for index, own in
+                 enumerate(inputs)]
+        graph.nodes.append(gs.Node(op=op, name=made.name, attrs=attrs, inputs=given,
                                    outputs=[made]))
         return made
 
-    zero, one = (gs.Constant(f"{name}.{what}", np.array(value))
-                 for what, value in (("first", 0), ("more", 1)))
+    return computed
+
+
+def _starts(graph: gs.Graph, mask: gs.Tensor, name: str) -> gs.Variable:
+    """The first row of each tile and the number of rows, int32 [tiles + 1]."""
+    computed = _nodes(graph, name)
     tiles, patches = (computed("Squeeze", f"{what}.size", [
         computed("Shape", f"{what}.axis", [mask], start=axis, end=axis + 1)])
         for what, axis in (("tiles", 0), ("patches", 3)))
-    end = computed("Mul", "end", [computed("Add", "count", [tiles, one]), patches])
-    starts = computed("Cast", "", [computed("Range", "rows", [zero, end, patches])], to=6)
+    end = computed("Mul", "end", [computed("Add", "count", [tiles, 1]), patches])
+    starts = computed("Cast", "", [computed("Range", "rows", [0, end, patches])], to=6)
     count = mask.shape[0]
     starts.dtype = np.dtype(np.int32)
     starts.shape = [count + 1 if isinstance(count, int) else f"({count})+(1)"]
+    return starts
+
+
+def _padded_starts(graph: gs.Graph, mask: gs.Tensor, padding: bool, name: str) -> gs.Variable:
+    """First rows of each tile and of its padding, and the number of rows, int32 [2 · tiles + 1].
+
+    Adds the output `PADDING_ROWS`.
+    """
+    computed = _nodes(graph, name)
+    row = computed("Gather", "row", [mask, 0], axis=2)  # [tiles, 1, patches]
+    hidden = row if padding else computed("Not", "hidden", [row])
+    visible = computed("Cast", "visible", [computed("Not", "shown", [hidden])], to=7)
+    lengths = computed("ReduceSum", "lengths", [visible, [2]], keepdims=0)  # [tiles, 1]
+    tiles, patches = (computed("Squeeze", f"{what}.size", [
+        computed("Shape", f"{what}.axis", [mask], start=axis, end=axis + 1)])
+        for what, axis in (("tiles", 0), ("patches", 3)))
+    end = computed("Mul", "end", [tiles, patches])
+    firsts = computed("Unsqueeze", "firsts", [
+        computed("Range", "rows", [0, end, patches]), [1]])  # [tiles, 1]
+    pairs = computed("Concat", "pairs", [
+        firsts, computed("Add", "ends", [firsts, lengths])], axis=1)
+    starts = computed("Cast", "", [computed("Concat", "starts", [
+        computed("Reshape", "flat", [pairs, [-1]]),
+        computed("Unsqueeze", "last", [end, [0]])], axis=0)], to=6)
+    count = mask.shape[0]
+    starts.dtype = np.dtype(np.int32)
+    starts.shape = [2 * count + 1 if isinstance(count, int) else f"({count})*(2)+(1)"]
+    rows = gs.Variable(f"{PADDING_ROWS}{len(graph.outputs)}", bool,
+                       [product([mask.shape[0], mask.shape[3]])])
+    graph.nodes.append(gs.Node(op="Reshape", name=rows.name, outputs=[rows], inputs=[
+        hidden, gs.Constant(f"{rows.name}.shape", np.array([-1]))]))
+    graph.outputs.append(rows)
     return starts

@@ -28,6 +28,7 @@ from llmc.compiler.lower import fuse_image, lower_image_device
 from llmc.compiler.options import CompileOptions
 from llmc.compiler.passes.image_attention import image_attention
 from llmc.compiler.passes.image_patches import image_patches
+from llmc.compiler.passes.image_pools import image_pools
 from llmc.compiler.passes.image_program import divide_image
 from llmc.compiler.passes.image_rows import image_rows
 from llmc.compiler.passes.image_softmax import image_softmax
@@ -384,6 +385,101 @@ def test_a_mask_that_hides_nothing_is_no_mask(seen, reason):
     assert report.matches == {"image-softmax": int(not reason)}
     assert not reason or reason in report.refusals[0]
     assert np.abs(run_graph(graph, values) - before).max() < 1e-6
+
+
+def padded_attention():
+    """Two heads of four patches with a mask of the processor, and rows of some patches."""
+    kind = {"pixel_values": (4, 8), "rows": (4, 8), "split": (1, 4, 2, 4), "q": (1, 2, 4, 4),
+            "turned": (1, 2, 4, 4), **dict.fromkeys(("scores", "masked", "weights"), (1, 2, 4, 4)),
+            "y": (1, 2, 4, 4), "back": (1, 4, 2, 4), "attended": (4, 8), "mixed": (4, 8),
+            "chosen": ("n", 8), "result": ("n", 3)}
+    by_name = {name: gs.Variable(name, np.float32, list(shape)) for name, shape in kind.items()}
+    mask, index = gs.Variable("mask", bool, [1, 1, 4, 4]), gs.Variable("index", np.int64, ["n"])
+
+    def node(op, inputs, output, **attrs):
+        return gs.Node(op, name=output, outputs=[by_name[output]], attrs=attrs, inputs=[
+            by_name[own] if isinstance(own, str) else own if isinstance(own, gs.Tensor) else
+            gs.Constant(f"{output}.{place}", np.asarray(own)) for place, own in enumerate(inputs)])
+
+    def linear(x, output, width):
+        replace(graph, GEMM, {"x": by_name[x], "weight": gs.Constant(
+            f"{output}.w", Weight.of(pixels(width, 8)))}, [by_name[output]])
+
+    graph = gs.Graph([
+        node("Reshape", ["rows", np.array([1, 4, 2, 4])], "split"),
+        node("Transpose", ["split"], "q", perm=[0, 2, 1, 3]),
+        node("Transpose", ["q"], "turned", perm=[0, 1, 3, 2]),
+        node("MatMul", ["q", "turned"], "scores"),
+        node("Where", [mask, "scores", np.float32(-1e30)], "masked"),
+        node("Softmax", ["masked"], "weights", axis=-1), node("MatMul", ["weights", "q"], "y"),
+        node("Transpose", ["y"], "back", perm=[0, 2, 1, 3]),
+        node("Reshape", ["back", np.array([4, 8])], "attended"),
+        node("Gather", ["mixed", index], "chosen", axis=0),
+    ], inputs=[by_name["pixel_values"], mask, index], outputs=[by_name["result"]],
+        opset=plugins.OPSET)
+    linear("pixel_values", "rows", 8)
+    linear("attended", "mixed", 8)
+    linear("chosen", "result", 3)
+    tidy(graph)
+    return graph
+
+
+@pytest.mark.parametrize(("hidden", "index", "target", "reason"), [
+    ([3], [2, 0], "cuda", ""), ([], [3, 0], "cuda", ""),
+    ([3], [2, 3], "cuda", "rows of the prompt depend on patches of padding"),
+    ([1], [2, 0], "cuda", "does not hide the last patches"),
+    ([3], [2, 0], "cpu", "depends on values of the processor")])
+def test_attention_without_patches_of_padding(hidden, index, target, reason, tmp_path):
+    """Its rows are arbitrary, so that a program is refused if rows of the prompt are of them."""
+    graph = padded_attention()
+    mask = np.ones((1, 1, 4, 4), bool)
+    mask[..., hidden] = False
+    values = {"pixel_values": pixels(4, 8), "mask": mask, "index": np.array(index)}
+    samples = (ImageSample(values, {"n": len(index)}),)
+    settings = Settings(8, 8, image_samples=samples, options=CompileOptions(target=target))
+    before, = written(graph, tmp_path).run(None, values)
+    reports = fuse_image(graph, settings)
+    refusals = [own for report in reports if report.name == "image.softmax"
+                for own in report.refusals]
+    if "rows of the prompt" in reason:
+        with pytest.raises(LlmcError, match=reason):
+            lower_image_device(graph, settings)
+        return
+    assert bool(refusals) == bool(reason) and all(reason in own for own in refusals)
+    if not reason:
+        after, padding = written(graph, tmp_path).run(None, values)
+        assert np.abs(after - before).max() < 1e-5
+        assert padding.tolist() == [row in hidden for row in range(4)]
+        parts, _ = lower_image_device(graph, settings)
+        assert [own.name for own in parts.device.inputs] == ["patches", "cu_seqlens", "merged_rows"]
+
+
+def test_means_of_patches_are_gathered_and_multiplied(tmp_path):
+    """Of two patches each, without one of padding; a row without patches is not of the prompt."""
+    x = gs.Variable("pixel_values", np.float32, [1, 5, 4])
+    matrix, padding = gs.Variable("m", np.float32, [1, 3, 5]), gs.Variable("p", bool, [1, 5, 1])
+    shown = gs.Variable("shown", np.float32, [1, 5, 4])
+    y = gs.Variable("y", np.float32, [1, 3, 4])
+    graph = gs.Graph([
+        gs.Node("Where", inputs=[padding, gs.Constant("zero", np.zeros((), np.float32)), x],
+                outputs=[shown]),
+        gs.Node("MatMul", inputs=[matrix, shown], outputs=[y])], inputs=[x, matrix, padding],
+        outputs=[y], opset=plugins.OPSET)
+    means = np.zeros((1, 3, 5), np.float32)
+    means[0, [0, 0, 0, 1, 1], [0, 2, 4, 1, 3]] = 0.5
+    values = {"pixel_values": pixels(1, 5, 4), "m": means,
+              "p": np.arange(5).reshape(1, 5, 1) == 4}
+    before, = written(graph, tmp_path).run(None, values)
+    for taken, expected in ((3, 0), (2, 1)):
+        settings = Settings(8, 8, options=CompileOptions(target="cuda"), image_samples=(
+            ImageSample(values, {}, taken),))
+        image_pools(graph, settings, report := Report("pools"))
+        assert report.matches["means"] == expected
+    tidy(graph)
+    image_rows(graph, settings, Report("rows"))
+    assert {node.op for node in graph.nodes} >= {"TopK", "Gather", "GemmBiasAct"}
+    after, = written(graph, tmp_path).run(None, values)
+    assert np.abs(after - before)[:, :2].max() < 1e-6
 
 
 def test_overlapping_patches_stay_a_convolution():

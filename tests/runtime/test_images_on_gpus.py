@@ -35,8 +35,9 @@ from llmc.runtime.multimodal.processor import read_processor
 COMMON = ("llava", 1)  # the others are thorough
 # Tokens of a step for bidirectional attention within an image or the whole prompt.
 STEPS = {"gemma4_large": 80, "paligemma": 80, "paligemma2": 80}
-# Encoders that the host runs as a whole: they pad patches.
-ON_HOST = {"gemma4", "gemma4_large", "got_ocr2", "mllama"}
+# Encoders that the host runs as a whole: they have overlapping windows (got_ocr2) or attend to
+# patches of padding (mllama).
+ON_HOST = {"got_ocr2", "mllama"}
 # Encoders whose rows the host orders or assembles from those of the device.
 ROWS_ON_HOST = {"llava_next", "llava_onevision", "qwen2_5_vl", "exaone4_5"}
 # Chunks end within images, but for those with bidirectional attention.
