@@ -49,10 +49,10 @@ def export_image(config: Any, tensors: Mapping[str, Weight], origin: str,
     traced = trace_image(copy.deepcopy(config), [item.arrays for item in samples],
                          () if attended else [item.num_rows for item in samples])
     graph = encoder_graph(traced.proto, config, IMAGE, tensors, origin, names)
-    exported = [replace(ImageSample.of(arrays, graph.inputs), num_rows=None if attended else
-                        item.num_rows) for arrays, item in zip(traced.inputs, samples, strict=True)]
     name_sizes(graph, "image")
-    inputs = tuple(sample.renamed(graph.inputs) for sample in exported)
+    inputs = tuple(replace(ImageSample.of(arrays, graph.inputs),
+                           num_rows=None if attended else item.num_rows)
+                   for arrays, item in zip(traced.inputs, samples, strict=True))
     return RawImageEncoder(graph, traced.computed, grid, masks.kind, masks.token_id,
                            traced.padded, inputs,
                            _attended(samples, traced) if attended else None)

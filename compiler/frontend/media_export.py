@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -126,15 +127,25 @@ def _with_numbers(proto: onnx.ModelProto, checkpoint: Checkpoint) -> onnx.ModelP
 
 
 def name_sizes(graph: gs.Graph, modality: str) -> None:
-    """Name the dynamic sizes of inputs as the manifest does; check those of outputs.
+    """Name the sizes of inputs in all tensors as the manifest does; check those of outputs.
 
     Raises:
         LlmcError: the width of an output is not constant.
     """
     names: dict[str, str] = {}
     for tensor in graph.inputs:
-        tensor.shape = [names.setdefault(str(size), f"{modality}_{len(names)}")
-                        if not isinstance(size, int) else size for size in tensor.shape]
+        for size in tensor.shape:
+            if not isinstance(size, int):
+                names.setdefault(str(size), f"{modality}_{len(names)}")
+
+    def named(size: int | str | None) -> int | str | None:
+        if not isinstance(size, str):
+            return size
+        return names.get(size) or re.sub(r"\w+", lambda own: names.get(own[0], own[0]), size)
+
+    for tensor in graph.tensors().values():
+        if not isinstance(tensor, gs.Constant) and tensor.shape is not None:
+            tensor.shape = [*map(named, tensor.shape)]
     for tensor in graph.outputs:
         width = tensor.shape[-1]
         if not isinstance(width, int):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -23,7 +23,7 @@ class ImageSample:
 
     Args:
         arrays: by name. Values of pixels are arbitrary.
-        sizes: of the dynamic axes, by their names in the exported graph and in its inputs.
+        sizes: of the dynamic axes, by their names in the graph.
         num_rows: of the prompt, the first that the encoder gives; None: all that it gives.
     """
 
@@ -38,10 +38,6 @@ class ImageSample:
             str(name): size for tensor in inputs
             for name, size in zip(tensor.shape, arrays[tensor.name].shape, strict=True)
             if not isinstance(name, int)})
-
-    def renamed(self, inputs: Sequence[gs.Tensor]) -> ImageSample:
-        """Add the names that the sizes of a graph's inputs have now."""
-        return replace(self, sizes={**self.sizes, **ImageSample.of(self.arrays, inputs).sizes})
 
     def size(self, name: Size) -> int | None:
         """Evaluate an axis of a tensor, such as `(s4//4)`; None if it is not known."""

@@ -1,57 +1,6 @@
-#include "../common/lora.h"
+#include "../common/linear_plugin.h"
 
 namespace llmc {
-namespace {
-
-class GatedMLP : public Plugin {
- public:
-  explicit GatedMLP(const Fields& fields)
-      : activation_(activation_of(fields)),
-        out_scale_inverse_(inverse_of(fields)),
-        quantized_(fields, 3),
-        adapters_(7) {}
-
-  std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
-    const Dims matrix = quantized_.matrix(in, 1);
-    adapters_.expect_shapes(in, matrix);
-    return {rounded_shape(linear_shape(in[0], matrix, true, optional(in, 2)), out_scale_inverse_)};
-  }
-
-  int64_t workspace(const std::vector<Tensor>& in) const override {
-    return adapters_.workspace(in, quantized_.rows(in[1]), true) +
-           linear_workspace(in[0], in[1], quantized_, true);
-  }
-
-  void prepare(const std::vector<Tensor>& in, std::set<const void*>& done,
-               cudaStream_t stream) const override {
-    quantized_.prepare(in, 1, done, stream);
-  }
-
-  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
-               const Context& context) const override {
-    const Linear whole{in[0],
-                       in[1],
-                       quantized_.quant_params(in),
-                       quantized_.rows(in[1]),
-                       optional(in, 2),
-                       nullptr,
-                       out[0],
-                       activation_,
-                       true,
-                       out_scale_inverse_};
-    adapters_.linear(whole, {}, in, workspace, context, [&](const Linear& plain, void* rest) {
-      linear(plain, quantized_, rest, context);
-    });
-  }
-
- private:
-  Activation activation_;
-  float out_scale_inverse_;
-  Quantized quantized_;
-  Adapters adapters_;
-};
-
-}  // namespace
 
 void register_gated_mlp() {
   register_plugin({"GatedMLP",
@@ -61,7 +10,7 @@ void register_gated_mlp() {
                    rounding_fields({{"activation", std::string("silu")}, {"out_scale", 0.0}}),
                    {},
                    [](const Fields& fields) -> std::unique_ptr<Plugin> {
-                     return std::make_unique<GatedMLP>(fields);
+                     return std::make_unique<LinearPlugin>(fields, true, false);
                    }});
 }
 

@@ -1,51 +1,6 @@
-#include "../common/lora.h"
+#include "../common/linear_plugin.h"
 
 namespace llmc {
-namespace {
-
-class GemmBiasRes : public Plugin {
- public:
-  explicit GemmBiasRes(const Fields& fields) : quantized_(fields, 4), adapters_(8) {}
-
-  std::vector<Dims> shapes(const std::vector<Dims>& in) const override {
-    const Dims matrix = quantized_.matrix(in, 1);
-    adapters_.expect_shapes(in, matrix);
-    return {linear_shape(in[0], matrix, false, optional(in, 2), optional(in, 3))};
-  }
-
-  int64_t workspace(const std::vector<Tensor>& in) const override {
-    return adapters_.workspace(in, quantized_.rows(in[1]), false) +
-           linear_workspace(in[0], in[1], quantized_, false,
-                            optional(in, optional(in, 3) != nullptr ? 3 : 2));
-  }
-
-  void prepare(const std::vector<Tensor>& in, std::set<const void*>& done,
-               cudaStream_t stream) const override {
-    quantized_.prepare(in, 1, done, stream);
-  }
-
-  void enqueue(const std::vector<Tensor>& in, const std::vector<Tensor>& out, void* workspace,
-               const Context& context) const override {
-    const Linear whole{in[0],
-                       in[1],
-                       quantized_.quant_params(in),
-                       quantized_.rows(in[1]),
-                       optional(in, 2),
-                       optional(in, 3),
-                       out[0],
-                       Activation::kNone,
-                       false};
-    adapters_.linear(whole, {}, in, workspace, context, [&](const Linear& plain, void* rest) {
-      linear(plain, quantized_, rest, context);
-    });
-  }
-
- private:
-  Quantized quantized_;
-  Adapters adapters_;
-};
-
-}  // namespace
 
 void register_gemm_bias_res() {
   register_plugin(
@@ -56,7 +11,7 @@ void register_gemm_bias_res() {
        taking_fields({}),
        {},
        [](const Fields& fields) -> std::unique_ptr<Plugin> {
-         return std::make_unique<GemmBiasRes>(fields);
+         return std::make_unique<LinearPlugin>(fields, false, true);
        }});
 }
 
