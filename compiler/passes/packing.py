@@ -16,7 +16,6 @@ import onnx_graphsurgeon as gs
 
 from llmc.artifacts.manifest import (
     BIDIRECTIONAL_RANGES,
-    DEEP_EMBEDS_PREFIX,
     EMBED_IDS,
     EMBEDS,
     HIDDEN,
@@ -46,6 +45,7 @@ from llmc.compiler.graph.rewrite import (
 )
 from llmc.compiler.graph.sdpa import SDPA
 from llmc.errors import LlmcError
+from llmc.plugins.add_embeds.op import OP as ADD_EMBEDS
 from llmc.plugins.norm_gemm.op import OP as NORM_GEMM
 from llmc.plugins.roles import ByVocabulary
 
@@ -121,6 +121,8 @@ def _from_the_end(node: gs.Node) -> None:
 def select_tokens(graph: gs.Graph, settings: Settings, report: Report) -> None:
     """Select the rows whose logits are requested, after the last op that mixes tokens.
 
+    Rows of images that are added later, too, are added to all tokens.
+
     Given:   attention or recurrence → row-wise nodes → logits
     Result:  attention or recurrence → Gather(rows of logits_indices) → row-wise nodes → logits
 
@@ -129,7 +131,8 @@ def select_tokens(graph: gs.Graph, settings: Settings, report: Report) -> None:
     if not has_logits(graph):
         return
     kept = _needed(graph.outputs[1:])
-    last = [node for node in graph.nodes if knows_sequences(node)][-1]
+    last = [node for node in graph.nodes
+            if knows_sequences(node) or is_op(node, ADD_EMBEDS)][-1]  # it has an id of each token
     after: set[int] = {id(last.outputs[0])}
     nodes = []
     for node in graph.nodes:
@@ -140,13 +143,11 @@ def select_tokens(graph: gs.Graph, settings: Settings, report: Report) -> None:
     inside = {id(tensor) for node in nodes for tensor in node.outputs}
     indices = gs.Variable("logits_indices", np.int64, ("num_logits",))
     graph.inputs.append(indices)
-    embeds = {tensor.name for tensor in graph.inputs if tensor.name == EMBEDS
-              or tensor.name.startswith(DEEP_EMBEDS_PREFIX)}  # embed_ids select their rows
     selected: dict[int, gs.Variable] = {}
     for node in nodes:
         for index, tensor in enumerate(node.inputs):
             if tensor.is_empty() or isinstance(tensor, gs.Constant) or id(tensor) in inside \
-                    or tensor.name in embeds:
+                    or tensor.name == EMBEDS:
                 continue
             if id(tensor) not in selected:
                 shape = None if tensor.shape is None else ("num_logits", *tensor.shape[1:])
