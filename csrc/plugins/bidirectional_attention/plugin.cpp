@@ -35,6 +35,8 @@ class BidirectionalAttention : public Plugin {
     const Dims *starts = optional(in, 4), *lens = optional(in, 5);
     if ((starts == nullptr) != (lens == nullptr))
       throw Error(op + " takes key_starts and key_lens together");
+    if (optional(in, 11) != nullptr)
+      throw Error(op + "'s key_steps have no kernel: its keys are in consecutive rows");
     const Dims out{in[0][0], static_cast<int64_t>(p_.num_heads) * p_.head_dim};
     const Dims keys{starts != nullptr ? in[1][0] : in[0][0],
                     static_cast<int64_t>(p_.num_kv_heads) * p_.head_dim};
@@ -155,27 +157,28 @@ class BidirectionalAttention : public Plugin {
 }  // namespace
 
 void register_bidirectional_attention() {
-  register_plugin({"BidirectionalAttention",
-                   2,
-                   {"query: columns", "key: columns", "value: columns", "cu_seqlens: int32",
-                    "key_starts?: int32", "key_lens?: int32", "distance_bias?: float32",
-                    "cos?: float32", "sin?: float32", "q_norm?: float32", "k_norm?: float32"},
-                   {"out"},
-                   {{"num_heads", int64_t{0}},
-                    {"num_kv_heads", int64_t{0}},
-                    {"head_dim", int64_t{0}},
-                    {"scale", 0.0},
-                    {"softcap", 0.0},
-                    {"window", int64_t{0}},
-                    {"rotary_dim", int64_t{0}},
-                    {"interleaved", int64_t{0}},
-                    {"norm_epsilon", 1e-6},
-                    {"norm_after_rotary", int64_t{0}},
-                    {"rotary_by_row", int64_t{0}}},
-                   {"num_heads", "num_kv_heads", "head_dim"},
-                   [](const Fields& fields) -> std::unique_ptr<Plugin> {
-                     return std::make_unique<BidirectionalAttention>(fields);
-                   }});
+  register_plugin(
+      {"BidirectionalAttention",
+       2,
+       {"query: columns", "key: columns", "value: columns", "cu_seqlens: int32",
+        "key_starts?: int32", "key_lens?: int32", "distance_bias?: float32", "cos?: float32",
+        "sin?: float32", "q_norm?: float32", "k_norm?: float32", "key_steps?: int32"},
+       {"out"},
+       {{"num_heads", int64_t{0}},
+        {"num_kv_heads", int64_t{0}},
+        {"head_dim", int64_t{0}},
+        {"scale", 0.0},
+        {"softcap", 0.0},
+        {"window", int64_t{0}},
+        {"rotary_dim", int64_t{0}},
+        {"interleaved", int64_t{0}},
+        {"norm_epsilon", 1e-6},
+        {"norm_after_rotary", int64_t{0}},
+        {"rotary_by_row", int64_t{0}}},
+       {"num_heads", "num_kv_heads", "head_dim"},
+       [](const Fields& fields) -> std::unique_ptr<Plugin> {
+         return std::make_unique<BidirectionalAttention>(fields);
+       }});
 }
 
 }  // namespace llmc
