@@ -162,7 +162,7 @@ def serve_command(case_dir: tuple[Path, ...], api_keys: tuple[str, ...], api_key
 
     A request goes to the model that it names. Options of loading apply to each model.
     """
-    from llmc.artifacts.manifest import read_manifest
+    from llmc.artifacts.manifest import MANIFEST_NAME, read_manifest
 
     try:
         from llmc.server.access import Access
@@ -178,17 +178,18 @@ def serve_command(case_dir: tuple[Path, ...], api_keys: tuple[str, ...], api_key
     if lonely and not (options["adapters"] or options["allow_runtime_lora_updating"]):
         raise LlmcError(f"--{lonely} is given without --lora_modules or "
                         f"--allow_runtime_lora_updating; give one, or leave it out")
-    refuse_without_effect(*map(read_manifest, case_dir))
-    serve(case_dir, limits=ServerLimits(
+    limits = ServerLimits(
         api_keys=read_api_keys(api_keys, api_key_file), max_waiting=max_waiting,
         max_seqs_per_key=max_seqs_per_key, allow_priority=allow_priority,
         max_request_bytes=max_request_bytes,
         max_media_request_bytes=max_media_request_bytes, request_timeout=request_timeout,
         header_timeout=header_timeout, write_timeout=write_timeout, stall_timeout=stall_timeout,
-        drain_timeout=drain_timeout),
-        access=Access(allowed_hosts, allowed_origins, allowed_methods, allowed_headers,
-                      allow_credentials),
-        media=media_limits(allowed_media_domains, allowed_media_networks, allowed_local_media_path,
-                           max_media_bytes, media_timeout, limit_mm_per_prompt,
-                           media_memory_gb),
-        tls=tls_context(ssl_keyfile, ssl_certfile, ssl_ca_certs, ssl_cert_reqs), **options)
+        drain_timeout=drain_timeout)
+    access = Access(allowed_hosts, allowed_origins, allowed_methods, allowed_headers,
+                    allow_credentials)
+    media = media_limits(allowed_media_domains, allowed_media_networks, allowed_local_media_path,
+                         max_media_bytes, media_timeout, limit_mm_per_prompt, media_memory_gb)
+    tls = tls_context(ssl_keyfile, ssl_certfile, ssl_ca_certs, ssl_cert_reqs)
+    if all((own / MANIFEST_NAME).is_file() for own in case_dir):  # others are errors of `serve`
+        refuse_without_effect(*map(read_manifest, case_dir))
+    serve(case_dir, limits=limits, access=access, media=media, tls=tls, **options)

@@ -173,7 +173,7 @@ def test_step_memory_is_counted_with_the_cache(case_tp1, monkeypatch):
     manifest, room = read_manifest(case_tp1), replica.EngineConfig(16, 2048)
     taken = replica.step_bytes(manifest, room)
     each = replica.token_bytes(manifest)
-    monkeypatch.setattr(replica, "memory", lambda name: taken + 1000 * each)
+    monkeypatch.setattr(replica, "memory_of_machine", lambda name: taken + 1000 * each)
     assert replica.cpu_limits(manifest, room).num_blocks * room.block_size <= 500
     with pytest.raises(LlmcError, match=r"600 tokens takes .* and a step up to .* GB"):
         replica.cpu_limits(manifest, replica.EngineConfig(16, 2048, kv_cache_tokens=600))
