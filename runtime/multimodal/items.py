@@ -27,7 +27,7 @@ class MediaItem:
             this item alone.
         replacement: text in place of the item's placeholder.
         num_rows: rows of the encoder that the prompt takes; 0 with cross-attention.
-        pixels: what the arrays of an image were made from; None: not known.
+        pixels: what the arrays of an image were made from, if they are fewer bytes.
     """
 
     modality: Modality
@@ -40,17 +40,15 @@ class MediaItem:
     def digest(self) -> str:
         """SHA-256 of what the encoder reads: equal for equal items, whatever file they were.
 
-        If the pixels are fewer bytes, they are hashed in place of the arrays' elements.
+        `pixels` are hashed in place of the arrays' elements.
         """
         digest = hashlib.sha256(self.modality.encode())
-        size = sum(own.nbytes for own in self.arrays.values())
-        of_pixels = self.pixels is not None and self.pixels.nbytes <= size
         for name in sorted(self.arrays):
             array = self.arrays[name]
             digest.update(f"\0{name} {array.dtype.str} {array.shape}\0".encode())
-            if not of_pixels:
+            if self.pixels is None:
                 digest.update(_bytes(array))
-        if self.pixels is not None and of_pixels:
+        if self.pixels is not None:
             digest.update(f"\0{self.pixels.shape}\0".encode())
             digest.update(_bytes(self.pixels))
         return digest.hexdigest()

@@ -184,8 +184,9 @@ class Processor:
                 arrays = inputs.processor.process(pixels, len(images))
             except LlmcError as error:
                 raise LlmcError(f"image {index}: {error}") from error
-            items.append(replace(_item("image", arrays, inputs.prompt, inputs.processor),
-                                 pixels=pixels))
+            item = _item("image", arrays, inputs.prompt, inputs.processor)
+            fewer = pixels.nbytes <= sum(own.nbytes for own in item.arrays.values())
+            items.append(replace(item, pixels=pixels) if fewer else item)
         return items
 
     def process_audio(self, clips: Sequence[Clip]) -> list[MediaItem]:
