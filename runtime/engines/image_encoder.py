@@ -159,26 +159,28 @@ class DividedImageEncoder(ImageEncoder):
         """Outputs of the first step, and the converted inputs of the program."""
         assert isinstance(self._program, ImageEncoderProgram)
         reshaped = self._program.reshaped
-        key = tuple((name, array.shape, b"" if name in reshaped.values() else array.tobytes())
-                    for name, array in sorted(feeds.items()))
-        kept = self._kept.pop(key, None) if reshaped else None
-        if kept is None:
-            known = self._run_session(self._session, feeds)
-            inputs = with_equal_segments({name: known[name] for name in self._steps[1].inputs})
-            kept = _Kept({name: array.shape for name, array in known.items() if name in reshaped},
-                         {name: array for name, array in known.items() if name not in reshaped},
-                         {name: self._convert(name, array) for name, array in inputs.items()
-                          if name not in reshaped})
-        if reshaped:
-            self._kept[key] = kept
-            while len(self._kept) > 1 and sum(own.bytes for own in self._kept.values()) > _MOST:
-                self._kept.popitem(last=False)
-            known = {name: feeds[source].reshape(kept.shapes[name])
-                     for name, source in reshaped.items()}
-        else:
-            known = {}
+        kept = self._of_size(feeds, reshaped) if reshaped else self._computed(feeds, reshaped)
+        known = {name: feeds[source].reshape(kept.shapes[name])
+                 for name, source in reshaped.items()}
         return {**kept.known, **known}, {
             **kept.inputs, **{name: self._convert(name, own) for name, own in known.items()}}
+
+    def _of_size(self, feeds: Mapping[str, np.ndarray], reshaped: Mapping[str, str]) -> _Kept:
+        """What is known of an image of this size, or is computed for it."""
+        key = tuple((name, array.shape, b"" if name in reshaped.values() else array.tobytes())
+                    for name, array in sorted(feeds.items()))
+        self._kept[key] = kept = self._kept.pop(key, None) or self._computed(feeds, reshaped)
+        while len(self._kept) > 1 and sum(own.bytes for own in self._kept.values()) > _MOST:
+            self._kept.popitem(last=False)
+        return kept
+
+    def _computed(self, feeds: Mapping[str, np.ndarray], reshaped: Mapping[str, str]) -> _Kept:
+        known = self._run_session(self._session, feeds)
+        inputs = with_equal_segments({name: known[name] for name in self._steps[1].inputs})
+        return _Kept({name: array.shape for name, array in known.items() if name in reshaped},
+                     {name: array for name, array in known.items() if name not in reshaped},
+                     {name: self._convert(name, array) for name, array in inputs.items()
+                      if name not in reshaped})
 
 
 @dataclass(frozen=True)
